@@ -1,0 +1,26 @@
+"""Slipstream: train dense and Mixture-of-Experts language models faster (PyTorch + Triton).
+
+The public names load on first use; importing the package touches no GPU.
+"""
+
+from importlib import import_module, metadata
+from typing import Any
+
+__version__ = metadata.version("slipstream-train")
+
+_PUBLIC = {
+    "ModelConfig": "slipstream.models.config",
+    "RunConfig": "slipstream.train.config",
+    "Transformer": "slipstream.models.transformer",
+    "load_model": "slipstream.models.folder",
+    "ops": "slipstream.ops",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+    module = import_module(_PUBLIC[name])
+    return module if _PUBLIC[name].rpartition(".")[2] == name else getattr(module, name)

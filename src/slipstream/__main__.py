@@ -1,0 +1,5 @@
+"""``python -m slipstream``, which is also what torchrun launches."""
+
+from slipstream.cli import main
+
+main()

@@ -1,0 +1,134 @@
+"""Load a recipe: TOML file, then overrides, then one validation with errors that name the key.
+
+A key that does not exist is reported with the nearest one that does. Values of overrides are read
+as TOML (``1e-3``, ``true``, ``[1, 2]``), and as plain text where that fails.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from slipstream.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def load(cls: type[ConfigT], path: Path | None, overrides: Iterable[str] = ()) -> ConfigT:
+    """Read the recipe at ``path`` (None: defaults only), apply ``overrides``, validate as ``cls``.
+
+    Raises ConfigError for an unreadable file, bad TOML, an unknown key or a wrong value.
+    """
+    values = {} if path is None else read_toml(path)
+    _reject_unknown(cls, values, str(path))
+    changes = parse_overrides(overrides)
+    _reject_unknown(cls, changes, "override")
+    return validate(cls, _merge(values, changes), "defaults" if path is None else str(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file; ConfigError says what is wrong and on which line."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such recipe; give the path of a .toml file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """``["optim.lr=3e-4"]`` to ``{"optim": {"lr": 0.0003}}``; a later one wins."""
+    tree: dict[str, Any] = {}
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not all(key.strip().split(".")):
+            raise ConfigError(f"override {item!r}: write section.key=value, as in optim.lr=3e-4")
+        *parents, leaf = key.strip().split(".")
+        table = tree
+        for name in parents:
+            table = table.setdefault(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"override {item!r}: {name} is already set to a plain value")
+        table[leaf] = _parse_value(text)
+    return tree
+
+
+def validate(cls: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT:
+    """Build ``cls`` from ``values``; every problem is listed in one ConfigError naming its key."""
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors(include_url=False)]
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+
+
+def keys_of(cls: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """Every dotted key below ``cls`` with its annotation, sections included."""
+    keys: dict[str, Any] = {}
+    for name, field in cls.model_fields.items():
+        keys[prefix + name] = field.annotation
+        section = section_of(field.annotation)
+        if section is not None:
+            keys.update(keys_of(section, f"{prefix}{name}."))
+    return keys
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The config class behind an annotation (``Section`` or ``Section | None``), if it is one."""
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = _merge(old, value) if both else value
+    return merged
+
+
+def _reject_unknown(cls: type[BaseModel], values: Mapping[str, Any], source: str) -> None:
+    known = keys_of(cls)
+    for key in _dotted(values, known):
+        if key in known:
+            continue
+        leaf = key.rpartition(".")[2]
+        same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+        near = same_leaf[:1] or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(cls.model_fields)}"
+        raise ConfigError(f"{source}: unknown key {key}; {hint}")
+
+
+def _dotted(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for name, value in values.items():
+        key = prefix + name
+        open_table = isinstance(value, dict) and (
+            key not in known or section_of(known[key]) is not None
+        )
+        keys += _dotted(value, known, key + ".") if open_table and value else [key]
+    return keys
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"]) or "recipe"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "missing":
+        return f"{key} is required"
+    given = "" if isinstance(item["input"], dict) else f" = {item['input']!r}"
+    return f"{key}{given}: {message}"

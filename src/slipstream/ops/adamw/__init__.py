@@ -1,0 +1,93 @@
+"""AdamW over lists of tensors, with the clip scale and the non-finite guard folded in."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slipstream.errors import ShapeError
+from slipstream.ops import dispatch
+from slipstream.ops.adamw.fused import adamw_fused
+from slipstream.ops.adamw.options import AdamWOptions
+from slipstream.ops.adamw.reference import adamw_reference
+from slipstream.ops.dispatch import Refusal
+
+Tensors = Sequence[torch.Tensor]
+
+
+def adamw(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Tensors,
+    *,
+    options: AdamWOptions,
+    masters: Tensors | None = None,
+    grad_scale: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """One AdamW step in place (Loshchilov and Hutter, arXiv 1711.05101).
+
+    ``params``, ``grads``, ``exp_avgs``, ``exp_avg_sqs`` have the same shapes; the moments are fp32.
+    ``steps``: one fp32 scalar tensor each, the number of steps taken, counted up here. ``masters``:
+    fp32 copies of low-precision ``params``; they are updated and ``params`` receive them rounded.
+    ``grad_scale`` (fp32 scalar tensor) multiplies the gradients; where ``skip`` (bool scalar
+    tensor) is true nothing changes at all. No host synchronisation. ``grads`` may be overwritten.
+    Raises ShapeError.
+    """
+    counts = {len(group) for group in (params, grads, exp_avgs, exp_avg_sqs, steps)}
+    if len(counts) != 1 or (masters is not None and len(masters) != len(params)):
+        raise ShapeError("adamw: params, grads, moments, steps and masters differ in number")
+    if masters is None and any(p.dtype in (torch.bfloat16, torch.float16) for p in params):
+        raise ShapeError("adamw: 16-bit params need fp32 masters")
+    for param, grad in zip(params, grads, strict=True):
+        if param.shape != grad.shape:
+            raise ShapeError(f"adamw: grad {tuple(grad.shape)} of a param {tuple(param.shape)}")
+    if not params:
+        return
+    device = params[0].device
+    scale = torch.ones((), device=device) if grad_scale is None else grad_scale
+    skipped = torch.zeros((), dtype=torch.bool, device=device) if skip is None else skip
+    dispatch.call(
+        "adamw", params, grads, exp_avgs, exp_avg_sqs, steps, masters, scale, skipped, options
+    )
+
+
+def _refuse_fused(params: Tensors, *_: Any) -> Refusal | None:
+    device = params[0].device.type
+    if device not in ("cpu", "cuda"):
+        return Refusal(reason=f"PyTorch has no fused AdamW for {device}")
+    if any(not p.is_floating_point() for p in params):
+        return Refusal(reason="a parameter is not a floating-point tensor")
+    return None
+
+
+def _example(device: torch.device, dtype: torch.dtype) -> tuple[tuple, dict[str, Any]]:
+    params = [torch.randn(8, 8, device=device, dtype=dtype)]
+    zeros = [torch.zeros(8, 8, device=device)]
+    masters = None if dtype == torch.float32 else [params[0].float()]
+    scalar = torch.zeros((), device=device)
+    options = AdamWOptions(lr=1e-3)
+    skip = scalar.bool()
+    return (
+        params,
+        [torch.randn_like(params[0])],
+        zeros,
+        [z.clone() for z in zeros],
+        [scalar],
+        masters,
+        scalar + 1,
+        skip,
+        options,
+    ), {}
+
+
+dispatch.register(
+    "adamw",
+    ("fused", adamw_fused, _refuse_fused),
+    ("reference", adamw_reference, None),
+    example=_example,
+)
+
+__all__ = ["AdamWOptions", "adamw"]

@@ -1,0 +1,49 @@
+"""AdamW through PyTorch's fused multi-tensor kernel (CPU and CUDA)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.optim.adamw import adamw as torch_adamw
+
+from slipstream.ops.adamw.options import AdamWOptions
+
+Tensors = Sequence[torch.Tensor]
+
+
+@torch.no_grad()
+def adamw_fused(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Tensors,
+    masters: Tensors | None,
+    grad_scale: torch.Tensor,
+    skip: torch.Tensor,
+    options: AdamWOptions,
+) -> None:
+    """One step in place; gradients hold the scaled values afterwards."""
+    weights = params if masters is None else masters
+    scaled = [grad.to(weight.dtype) for grad, weight in zip(grads, weights, strict=True)]
+    torch_adamw(
+        list(weights),
+        scaled,
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        [],
+        list(steps),
+        fused=True,
+        # The kernel divides gradients by its scale.
+        grad_scale=grad_scale.reciprocal(),
+        found_inf=skip.float(),
+        amsgrad=False,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        eps=options.eps,
+        maximize=False,
+    )
+    if masters is not None:
+        for param, master in zip(params, masters, strict=True):
+            param.copy_(master)

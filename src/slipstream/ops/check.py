@@ -1,0 +1,44 @@
+"""Checks at the public boundary of the ops: one line that names the argument and the fix."""
+
+from typing import get_args
+
+import torch
+
+from slipstream.errors import ShapeError
+
+
+def shape(op: str, name: str, tensor: torch.Tensor, *expected: int | None) -> None:
+    """Raise unless ``tensor`` has these sizes (None: any) in its last dimensions, and no more."""
+    sizes = tuple(tensor.shape)
+    fits = len(sizes) == len(expected) and all(
+        want is None or want == have for want, have in zip(expected, sizes, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if want is None else str(want) for want in expected)
+        raise ShapeError(f"{op}: {name} has shape {sizes}, expected ({wanted})")
+
+
+def last_dim(op: str, name: str, tensor: torch.Tensor, size: int) -> None:
+    """Raise unless the last dimension of ``tensor`` is ``size``."""
+    if tensor.dim() == 0 or tensor.shape[-1] != size:
+        raise ShapeError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected (..., {size})")
+
+
+def same_device(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise unless all given tensors live on one device."""
+    devices = {name: t.device for name, t in tensors.items() if t is not None}
+    if len(set(devices.values())) > 1:
+        placed = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ShapeError(f"{op}: tensors are on different devices ({placed}); move them to one")
+
+
+def choice(op: str, name: str, value: str, allowed: object) -> None:
+    """Raise unless ``value`` is one of the strings of the Literal ``allowed``."""
+    if value not in get_args(allowed):
+        options = ", ".join(map(str, get_args(allowed)))
+        raise ShapeError(f"{op}: {name} = {value!r}, expected one of {options}")
+
+
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype statistics and sums are kept in: fp32, or fp64 for fp64 input."""
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,58 @@
+"""Weighted sum of expert rows as K gathers in fixed order: no (T, K, D) tensor, no atomics."""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from slipstream.ops.check import compute_dtype
+from slipstream.ops.moe.routing import Routing
+
+
+def combine_gather(
+    y_ND: torch.Tensor,
+    routing: Routing,
+    residual_TD: torch.Tensor | None,
+    shared_TD: torch.Tensor | None,
+) -> torch.Tensor:
+    """Same sum as the reference, slots added in order k = 0 .. K-1, then shared, then residual."""
+    return _Combine.apply(
+        y_ND, routing.weight_TK, routing.order_N, routing.position_N, residual_TD, shared_TD
+    )
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y_ND: torch.Tensor,
+        weight_TK: torch.Tensor,
+        order_N: torch.Tensor,
+        position_N: torch.Tensor,
+        residual_TD: torch.Tensor | None,
+        shared_TD: torch.Tensor | None,
+    ) -> torch.Tensor:
+        wide, position_TK = compute_dtype(y_ND), position_N.view(weight_TK.shape)
+        out_TD = torch.zeros(weight_TK.shape[0], y_ND.shape[1], dtype=wide, device=y_ND.device)
+        for weight_T, position_T in zip(weight_TK.unbind(1), position_TK.unbind(1), strict=True):
+            out_TD += weight_T.to(wide)[:, None] * y_ND[position_T]
+        for extra in (shared_TD, residual_TD):
+            if extra is not None:
+                out_TD += extra
+        ctx.save_for_backward(y_ND, weight_TK, order_N, position_N)
+        ctx.extras = [None if t is None else t.dtype for t in (residual_TD, shared_TD)]
+        return out_TD.to(y_ND.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TD: torch.Tensor) -> tuple[Any, ...]:
+        y_ND, weight_TK, order_N, position_N = ctx.saved_tensors
+        wide, position_TK = compute_dtype(y_ND), position_N.view(weight_TK.shape)
+        rows_ND = dout_TD[order_N // weight_TK.shape[1]].to(wide)
+        dy_ND = (rows_ND * weight_TK.to(wide).flatten()[order_N][:, None]).to(y_ND.dtype)
+        dout = dout_TD.to(wide)
+        dweight_TK = torch.stack(
+            [(dout * y_ND[position_T]).sum(1) for position_T in position_TK.unbind(1)], dim=1
+        )
+        extras = [None if dtype is None else dout_TD.to(dtype) for dtype in ctx.extras]
+        return dy_ND, dweight_TK.to(weight_TK.dtype), None, None, *extras

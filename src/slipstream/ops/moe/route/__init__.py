@@ -1,0 +1,105 @@
+"""One routing pass: scores, bias, groups, exact top-k, load balance, weights, maps, losses."""
+
+from typing import Any
+
+import torch
+
+from slipstream.errors import ShapeError
+from slipstream.ops import check, dispatch
+from slipstream.ops.moe.route.options import AuxScope, RouteOptions, Score
+from slipstream.ops.moe.route.reference import route_reference
+from slipstream.ops.moe.routing import Routing
+
+
+def route(
+    logits_TE: torch.Tensor,
+    *,
+    top_k: int,
+    score: Score = "softmax",
+    bias_E: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_top: int = 2,
+    normalize: bool = False,
+    scale: float = 1.0,
+    aux: AuxScope = "none",
+    num_sequences: int = 1,
+    load_E: torch.Tensor | None = None,
+    threshold: torch.Tensor | float | None = None,
+    depth: int = 4,
+) -> Routing:
+    """Choose ``top_k`` experts for every token and build everything the MoE layer needs.
+
+    ``logits_TE (T, E)``, best fp32. ``score`` turns logits into gate scores. ``bias_E (E,)`` is
+    added for the choice only, never to the weights (aux-free balancing, arXiv 2408.15664).
+    With ``num_groups`` > 1 only experts of the best ``top_groups`` groups can be chosen, a group
+    counting the sum of its ``group_top`` best (arXiv 2405.04434 takes 1, 2412.19437 takes 2).
+    ``normalize`` makes the K weights of a token sum to 1, ``scale`` multiplies them.
+    ``aux``: balance loss over the whole batch (arXiv 2101.03961) or per sequence and averaged;
+    tokens are then ``num_sequences`` equal runs. ``threshold`` with ``load_E (E,)``, the smoothed
+    load, turns on load balancing with at most ``depth`` proposals per slot; inf is plain top-k.
+    Ties go to the lower expert index. Weights are fp32. No host synchronisation. ShapeError.
+    """
+    check.shape("route", "logits", logits_TE, None, None)
+    tokens, experts = logits_TE.shape
+    check.choice("route", "score", score, Score)
+    check.choice("route", "aux", aux, AuxScope)
+    if not 1 <= top_k <= experts:
+        raise ShapeError(f"route: top_k = {top_k}, expected 1 to the number of experts {experts}")
+    _check_groups(experts, top_k, num_groups, top_groups)
+    for name, vector in (("bias", bias_E), ("load", load_E)):
+        if vector is not None:
+            check.shape("route", name, vector, experts)
+    if num_sequences < 1 or tokens % num_sequences:
+        raise ShapeError(f"route: {tokens} tokens do not split into {num_sequences} sequences")
+    if (threshold is None) != (load_E is None):
+        raise ShapeError("route: load balancing needs both threshold and load")
+    if threshold is not None:
+        threshold = torch.as_tensor(threshold, dtype=torch.float32, device=logits_TE.device)
+    options = RouteOptions(
+        top_k=top_k,
+        score=score,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_top=group_top,
+        normalize=normalize,
+        scale=scale,
+        aux=aux,
+        num_sequences=num_sequences,
+        depth=depth,
+    )
+    return dispatch.call("moe_route", logits_TE, bias_E, load_E, threshold, options)
+
+
+def _check_groups(experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
+    if num_groups < 1 or experts % num_groups:
+        raise ShapeError(f"route: {experts} experts do not split into num_groups = {num_groups}")
+    if not 1 <= top_groups <= num_groups:
+        raise ShapeError(f"route: top_groups = {top_groups}, expected 1 to {num_groups}")
+    reachable = experts // num_groups * top_groups
+    if top_k > reachable:
+        raise ShapeError(
+            f"route: top_k = {top_k} exceeds the {reachable} experts of {top_groups} groups"
+        )
+
+
+def _example(device: torch.device, dtype: torch.dtype) -> tuple[tuple, dict[str, Any]]:
+    logits_TE = torch.randn(16, 8, device=device, dtype=dtype)
+    options = RouteOptions(
+        top_k=2,
+        score="softmax",
+        num_groups=1,
+        top_groups=1,
+        group_top=2,
+        normalize=True,
+        scale=1.0,
+        aux="batch",
+        num_sequences=1,
+        depth=4,
+    )
+    return (logits_TE, None, None, None, options), {}
+
+
+dispatch.register("moe_route", ("reference", route_reference, None), example=_example)
+
+__all__ = ["AuxScope", "RouteOptions", "Score", "route"]

@@ -1,0 +1,23 @@
+"""The scalars of a routing pass."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Score = Literal["softmax", "sigmoid"]
+AuxScope = Literal["none", "batch", "sequence"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteOptions:
+    """What is not a tensor; field meanings are those of ``route``."""
+
+    top_k: int
+    score: Score
+    num_groups: int
+    top_groups: int
+    group_top: int
+    normalize: bool
+    scale: float
+    aux: AuxScope
+    num_sequences: int
+    depth: int

@@ -1,0 +1,59 @@
+"""RMSNorm and LayerNorm with an optional activation and residual add before the norm."""
+
+from typing import Any, Literal
+
+import torch
+
+from slipstream.errors import ShapeError
+from slipstream.ops import check, dispatch
+from slipstream.ops.norm.reference import norm_reference
+
+NormKind = Literal["rms", "layer"]
+CastOrder = Literal["llama", "fp32"]
+Before = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+
+
+def norm(
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    bias_D: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    kind: str = "rms",
+    eps: float = 1e-6,
+    cast: str = "llama",
+    offset: float = 0.0,
+    activation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise over the last dimension; returns ``(y, s)``, both of the shape and dtype of ``x``.
+
+    ``s = activation(x) + residual`` (``x`` itself where neither is given) and ``y = norm(s)``.
+    ``x (..., D)``, ``weight_D (D,)``, ``bias_D (D,)``, ``residual (..., D)``. Statistics in fp32.
+    ``cast``: ``llama`` rounds the normalised value before the weight, ``fp32`` multiplies in fp32
+    and rounds last. ``offset`` is added to the weight (Gemma stores ``weight - 1``: 1.0).
+    RMSNorm: arXiv 1910.07467; LayerNorm: arXiv 1607.06450. Raises ShapeError.
+    """
+    check.choice("norm", "kind", kind, NormKind)
+    check.choice("norm", "cast", cast, CastOrder)
+    if activation is not None:
+        check.choice("norm", "activation", activation, Before)
+    check.shape("norm", "weight", weight_D, x.shape[-1])
+    if bias_D is not None:
+        check.shape("norm", "bias", bias_D, x.shape[-1])
+    if residual is not None and residual.shape != x.shape:
+        raise ShapeError(
+            f"norm: residual {tuple(residual.shape)} and x {tuple(x.shape)} must have one shape"
+        )
+    check.same_device("norm", x=x, weight=weight_D, bias=bias_D, residual=residual)
+    return dispatch.call("norm", x, weight_D, bias_D, residual, kind, eps, cast, offset, activation)
+
+
+def _example(device: torch.device, dtype: torch.dtype) -> tuple[tuple, dict[str, Any]]:
+    x_TD = torch.randn(16, 64, device=device, dtype=dtype)
+    weight_D = torch.ones(64, device=device, dtype=dtype)
+    return (x_TD, weight_D, None, None, "rms", 1e-6, "llama", 0.0, None), {}
+
+
+dispatch.register("norm", ("reference", norm_reference, None), example=_example)
+
+__all__ = ["CastOrder", "NormKind", "norm"]
