@@ -12,11 +12,11 @@ _PUBLIC = {
     "ModelConfig": "slipstream.models.config",
     "RunConfig": "slipstream.train.config",
     "Transformer": "slipstream.models.transformer",
-    "load_model": "slipstream.models.folder",
+    "load_model": "slipstream.train.restore",
     "ops": "slipstream.ops",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["ModelConfig", "RunConfig", "Transformer", "__version__", "load_model", "ops"]
 
 
 def __getattr__(name: str) -> Any:

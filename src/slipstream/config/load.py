@@ -26,7 +26,7 @@ def load(cls: type[ConfigT], path: Path | None, overrides: Iterable[str] = ()) -
     _reject_unknown(cls, values, str(path))
     changes = parse_overrides(overrides)
     _reject_unknown(cls, changes, "override")
-    return validate(cls, _merge(values, changes), "defaults" if path is None else str(path))
+    return validate(cls, overlay(values, changes), "defaults" if path is None else str(path))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -67,6 +67,16 @@ def validate(cls: type[ConfigT], values: Mapping[str, Any], source: str) -> Conf
         raise ConfigError(f"{source}: " + "; ".join(lines)) from None
 
 
+def overlay(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with ``changes`` on top, table by table; neither is altered."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = overlay(old, value) if both else value
+    return merged
+
+
 def keys_of(cls: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     """Every dotted key below ``cls`` with its annotation, sections included."""
     keys: dict[str, Any] = {}
@@ -91,15 +101,6 @@ def _parse_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text.strip()
-
-
-def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        merged[key] = _merge(old, value) if both else value
-    return merged
 
 
 def _reject_unknown(cls: type[BaseModel], values: Mapping[str, Any], source: str) -> None:

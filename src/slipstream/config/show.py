@@ -17,8 +17,7 @@ def difference(config: BaseModel) -> dict[str, Any]:
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
         if isinstance(value, BaseModel):
-            default = field.get_default(call_default_factory=True)
-            inner = difference(value) if isinstance(default, type(value)) else value.model_dump()
+            inner = difference(value)
             if inner:
                 changed[name] = inner
         elif field.is_required() or value != field.get_default(call_default_factory=True):

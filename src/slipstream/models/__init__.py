@@ -6,9 +6,9 @@ from slipstream.models.transformer import ModelOutput, Transformer
 
 __all__ = [
     "BalanceConfig",
+    "MoEConfig",
     "ModelConfig",
     "ModelOutput",
-    "MoEConfig",
     "RopeConfig",
     "Size",
     "Transformer",

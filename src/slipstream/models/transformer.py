@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream.errors import ShapeError
-from slipstream.models.config import ModelConfig
+from slipstream.models.config import ModelConfig, MoEConfig
 from slipstream.nn import MLP, Attention, Linear, LossSums, MoE, Norm, TokenLoss
 from slipstream.nn.attention import Positions, document_mask
 from slipstream.ops import rope_tables
@@ -48,8 +48,9 @@ class Layer(nn.Module):
             clip_qkv=config.clip_qkv,
         )
         self.mlp_norm = _norm(config)
-        self.moe = _moe(config) if config.is_moe(index) else None
-        self.mlp = None if config.is_moe(index) else _mlp(config)
+        has_experts = config.moe is not None and config.is_moe(index)
+        self.moe = _moe(config, config.moe) if config.moe and has_experts else None
+        self.mlp = None if has_experts else _mlp(config)
         self.aux_weight = config.moe.aux_loss if config.moe else 0.0
         self.z_weight = config.moe.z_loss if config.moe else 0.0
 
@@ -62,8 +63,9 @@ class Layer(nn.Module):
         else:
             x, residual = self.attention_norm.add(branch, residual)
         x, residual = self.mlp_norm.add(self.attention(x, positions), residual)
-        if self.moe is None:
+        if self.mlp is not None:
             return self.mlp(x), residual, x.new_zeros((), dtype=torch.float32)
+        assert self.moe is not None
         out, routing = self.moe(x)
         losses = self.aux_weight * routing.aux_loss + self.z_weight * routing.z_loss
         return out, residual, losses
@@ -73,7 +75,9 @@ class Layer(nn.Module):
         self.attention_norm.reset_parameters()
         self.mlp_norm.reset_parameters()
         self.attention.reset_parameters(std, out_std)
-        (self.moe or self.mlp).reset_parameters(std, out_std)
+        for block in (self.moe, self.mlp):
+            if block is not None:
+                block.reset_parameters(std, out_std)
 
 
 class Transformer(nn.Module):
@@ -131,6 +135,7 @@ class Transformer(nn.Module):
         for layer in self.layers:
             branch, residual, losses = layer(branch, residual, positions)
             router_loss = router_loss + losses
+        assert residual is not None
         return self.norm.add(branch, residual)[0], router_loss
 
     def moe_layers(self) -> dict[str, MoE]:
@@ -149,6 +154,7 @@ class Transformer(nn.Module):
         out_std = std / (2 * self.config.num_layers) ** 0.5
         nn.init.normal_(self.embed.weight, std=std)
         for layer in self.layers:
+            assert isinstance(layer, Layer)
             layer.reset_parameters(std, out_std)
         self.norm.reset_parameters()
         if self.head is not None:
@@ -169,9 +175,7 @@ def _mlp(config: ModelConfig) -> MLP:
     return MLP(config.d_model, config.d_ff, activation=config.activation, bias=config.mlp_bias)
 
 
-def _moe(config: ModelConfig) -> MoE:
-    moe = config.moe
-    assert moe is not None
+def _moe(config: ModelConfig, moe: MoEConfig) -> MoE:
     return MoE(
         config.d_model,
         moe.d_ff,

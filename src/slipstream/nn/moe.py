@@ -15,6 +15,7 @@ from torch import nn
 from slipstream.nn.mlp import MLP
 from slipstream.ops import moe
 from slipstream.ops.activation import is_gated
+from slipstream.ops.check import compute_dtype
 from slipstream.ops.moe import Routing
 from slipstream.ops.moe.route import AuxScope, Score
 
@@ -86,8 +87,9 @@ class MoE(nn.Module):
         """``(B, L, D)`` to ``(B, L, D)`` and the routing, whose losses the caller weighs."""
         batch = x_BLD.shape[0]
         x_TD = x_BLD.flatten(0, 1)
-        # The router decides in fp32 whatever the model computes in: near ties are common.
-        logits_TE = F.linear(x_TD.float(), self.router.float())
+        # The router decides in fp32 at least, whatever the model computes in: near ties are common.
+        wide = compute_dtype(x_TD)
+        logits_TE = F.linear(x_TD.to(wide), self.router.to(wide))
         routing = moe.route(
             logits_TE,
             top_k=self.top_k,

@@ -6,7 +6,7 @@ about it: then the first such refusal is warned about, once.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +80,7 @@ def register(
 def call(op: str, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` through the first implementation that does not refuse the call."""
     forced = _FORCED.get(op)
+    refused = []
     for implementation in _OPS[op].implementations:
         if forced is not None and implementation.name != forced:
             continue
@@ -87,23 +88,29 @@ def call(op: str, *args: Any, **kwargs: Any) -> Any:
         if refusal is None:
             _count(op, implementation.name)
             return implementation.run(*args, **kwargs)
+        refused.append(f"{implementation.name}: {refusal.reason}")
         _warn_once(op, implementation.name, refusal.reason, refusal.remedy)
-    raise HardwareError(f"{op}: no implementation serves this call (forced: {forced})")
+    forcing = "" if forced is None else f" (forced: {forced})"
+    raise HardwareError(f"{op}: no implementation serves this call{forcing}; {'; '.join(refused)}")
 
 
-@torch.compiler.assume_constant_result
 def _count(op: str, name: str) -> None:
     # Under torch.compile this runs while tracing: a compiled graph counts once, not per call.
     _COUNTS[op, name] = _COUNTS.get((op, name), 0) + 1
 
 
-@torch.compiler.assume_constant_result
 def _warn_once(op: str, name: str, reason: str, remedy: str | None) -> None:
     key = (op, name, reason)
     if remedy is None or key in _WARNED:
         return
     _WARNED.add(key)
     warnings.warn(f"{op}: {name} is not used: {reason}; {remedy}", RuntimeWarning, stacklevel=4)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the whole compiler, a
+# second and a half at every start.
+for _function in (_count, _warn_once):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def counts() -> dict[tuple[str, str], int]:
@@ -144,7 +151,7 @@ def explain(op: str, device: torch.device, dtype: torch.dtype) -> Choice:
 
 
 @contextmanager
-def force(**chosen: str) -> Iterator[None]:
+def force(**chosen: str) -> Generator[None]:
     """Within the block, ``op="implementation"`` serves every call of that op or raises.
 
     Raises HardwareError at once for a name that does not exist. Not seen by graphs compiled before.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import ShapeError
-from slipstream.ops import dispatch
+from slipstream.ops import check, dispatch
 from slipstream.ops.adamw.fused import adamw_fused
 from slipstream.ops.adamw.options import AdamWOptions
 from slipstream.ops.adamw.reference import adamw_reference
@@ -41,9 +41,10 @@ def adamw(
         raise ShapeError("adamw: params, grads, moments, steps and masters differ in number")
     if masters is None and any(p.dtype in (torch.bfloat16, torch.float16) for p in params):
         raise ShapeError("adamw: 16-bit params need fp32 masters")
-    for param, grad in zip(params, grads, strict=True):
-        if param.shape != grad.shape:
-            raise ShapeError(f"adamw: grad {tuple(grad.shape)} of a param {tuple(param.shape)}")
+    groups = {"grad": grads, "exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}
+    for name, group in {**groups, "master": params if masters is None else masters}.items():
+        for param, tensor in zip(params, group, strict=True):
+            check.shape("adamw", name, tensor, *param.shape)
     if not params:
         return
     device = params[0].device
@@ -54,12 +55,32 @@ def adamw(
     )
 
 
-def _refuse_fused(params: Tensors, *_: Any) -> Refusal | None:
+def _refuse_fused(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Tensors,
+    masters: Tensors | None,
+    *_: Any,
+) -> Refusal | None:
+    if torch.compiler.is_compiling():
+        return Refusal(reason="PyTorch's fused AdamW cannot be traced; the compiler fuses the rest")
     device = params[0].device.type
     if device not in ("cpu", "cuda"):
         return Refusal(reason=f"PyTorch has no fused AdamW for {device}")
     if any(not p.is_floating_point() for p in params):
         return Refusal(reason="a parameter is not a floating-point tensor")
+    weights = params if masters is None else masters
+    for weight, *moments in zip(weights, exp_avgs, exp_avg_sqs, strict=True):
+        if any(moment.dtype != weight.dtype for moment in moments):
+            return Refusal(reason="it wants weights and moments of one dtype")
+        # Its kernel walks memory in storage order, whatever the strides.
+        if not all(tensor.is_contiguous() for tensor in (weight, *moments)):
+            return Refusal(
+                reason="a weight or one of its moments is not contiguous",
+                remedy="make parameters and optimizer state contiguous",
+            )
     return None
 
 

@@ -24,7 +24,7 @@ def adamw_fused(
 ) -> None:
     """One step in place; gradients hold the scaled values afterwards."""
     weights = params if masters is None else masters
-    scaled = [grad.to(weight.dtype) for grad, weight in zip(grads, weights, strict=True)]
+    scaled = [_prepared(grad, weight) for grad, weight in zip(grads, weights, strict=True)]
     torch_adamw(
         list(weights),
         scaled,
@@ -47,3 +47,8 @@ def adamw_fused(
     if masters is not None:
         for param, master in zip(params, masters, strict=True):
             param.copy_(master)
+
+
+def _prepared(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # Contiguous too: the kernel walks memory in storage order.
+    return grad.to(weight.dtype).contiguous()

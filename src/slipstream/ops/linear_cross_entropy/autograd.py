@@ -34,6 +34,10 @@ def token_losses_chunked(
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Same results as the reference without ever holding the whole logits."""
+    device = x_TD.device.type
+    if torch.is_autocast_enabled(device):
+        # Backward runs outside the autocast block and must recompute the same logits.
+        x_TD = x_TD.to(torch.get_autocast_dtype(device))
     options = LossOptions(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -67,7 +71,10 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss_T: torch.Tensor, dlse_T: torch.Tensor) -> tuple[Any, ...]:
+    # once_differentiable's own type hides the parameter names.
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        dloss_T, dlse_T = grads
         x_TD, w_VD, targets_T, lse_T = ctx.saved_tensors
         w, options = w_VD.to(x_TD.dtype), ctx.options
         dxs, dw_VD = [], torch.zeros_like(w_VD, dtype=torch.float32)

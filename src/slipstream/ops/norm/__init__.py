@@ -37,6 +37,8 @@ def norm(
     check.choice("norm", "cast", cast, CastOrder)
     if activation is not None:
         check.choice("norm", "activation", activation, Before)
+    if x.dim() == 0:
+        raise ShapeError("norm: x is a scalar, expected (..., D)")
     check.shape("norm", "weight", weight_D, x.shape[-1])
     if bias_D is not None:
         check.shape("norm", "bias", bias_D, x.shape[-1])

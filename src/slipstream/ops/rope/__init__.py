@@ -19,8 +19,9 @@ def rope(
     unchanged. Computed in fp32, returned in the dtypes given. Source: arXiv 2104.09864.
     Raises ShapeError.
     """
-    length, pairs = q_BLHC.shape[1], cos_LC.shape[-1]
-    check.shape("rope", "q", q_BLHC, None, length, None, None)
+    check.shape("rope", "q", q_BLHC, None, None, None, None)
+    check.shape("rope", "cos", cos_LC, None, None)
+    length, pairs = q_BLHC.shape[1], cos_LC.shape[1]
     check.shape("rope", "k", k_BLGC, q_BLHC.shape[0], length, None, q_BLHC.shape[3])
     check.shape("rope", "cos", cos_LC, length, pairs)
     check.shape("rope", "sin", sin_LC, length, pairs)

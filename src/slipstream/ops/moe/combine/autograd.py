@@ -45,7 +45,10 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_TD: torch.Tensor) -> tuple[Any, ...]:
+    # once_differentiable's own type hides the parameter names.
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (dout_TD,) = grads
         y_ND, weight_TK, order_N, position_N = ctx.saved_tensors
         wide, position_TK = compute_dtype(y_ND), position_N.view(weight_TK.shape)
         rows_ND = dout_TD[order_N // weight_TK.shape[1]].to(wide)

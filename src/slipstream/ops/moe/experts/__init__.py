@@ -31,6 +31,7 @@ def experts(
     """
     check.choice("experts", "activation", activation, Activation)
     gated = activation in GATED
+    check.shape("experts", "w2", w2_EDF, None, None, None)
     num_experts, width, hidden = w2_EDF.shape
     check.shape("experts", "x", x_TD, routing.expert_TK.shape[0], width)
     check.shape("experts", "w13", w13_EPD, num_experts, hidden * (2 if gated else 1), width)

@@ -13,11 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from slipstream.ops.activation.backward import activation_backward
 from slipstream.ops.activation.reference import activation_reference
-from slipstream.ops.moe.experts.grouped import grouped_outer, grouped_rows
+from slipstream.ops.moe.experts.grouped import ALIGN_BYTES, grouped_outer, grouped_rows
 from slipstream.ops.moe.routing import Routing
-
-ALIGN_BYTES = 16
-"""PyTorch's grouped product wants row strides in multiples of this."""
 
 
 def experts_grouped(
@@ -64,7 +61,10 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_ND: torch.Tensor) -> tuple[Any, ...]:
+    # once_differentiable's own type hides the parameter names.
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (dy_ND,) = grads
         x_TD, h_NP, w13_EPD, w2_EDF, ends, order_N, position_N = ctx.saved_tensors
         gating, gated, top_k = ctx.options
         dy_ND = dy_ND.contiguous()

@@ -7,13 +7,18 @@ bf16 only, which would keep the fp32 path out of ``torch.compile``.
 import torch
 import torch.nn.functional as F
 
+ALIGN_BYTES = 16
+"""PyTorch's grouped product wants addresses and row strides in multiples of this."""
+
 
 @torch.library.custom_op("slipstream::grouped_rows", mutates_args=())
 def grouped_rows(
     rows_NA: torch.Tensor, weight_EAB: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
     """``out[n] = rows[n] @ weight[e]`` for the expert e whose rows end at ``ends[e]``; (N, B)."""
-    return F.grouped_mm(rows_NA, weight_EAB, offs=ends_E)
+    if not rows_NA.numel():  # the product refuses the strides of an empty tensor
+        return rows_NA.new_zeros(rows_NA.shape[0], weight_EAB.shape[2])
+    return F.grouped_mm(_laid_out(rows_NA), _laid_out(weight_EAB), offs=ends_E)
 
 
 @grouped_rows.register_fake
@@ -26,9 +31,23 @@ def grouped_outer(
     left_NA: torch.Tensor, right_NB: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
     """``out[e] = left[rows of e]^T @ right[rows of e]``, zeros for an expert without rows."""
-    return F.grouped_mm(left_NA.mT, right_NB, offs=ends_E)
+    if not left_NA.shape[0]:
+        return left_NA.new_zeros(ends_E.shape[0], left_NA.shape[1], right_NB.shape[1])
+    return F.grouped_mm(_laid_out(left_NA).mT, _laid_out(right_NB), offs=ends_E)
 
 
 @grouped_outer.register_fake
 def _(left_NA: torch.Tensor, right_NB: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     return left_NA.new_empty(ends_E.shape[0], left_NA.shape[1], right_NB.shape[1])
+
+
+def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, copied where the grouped product would refuse its address or strides."""
+    step = ALIGN_BYTES // tensor.element_size()
+    *batch, row, column = tensor.stride()
+    rows, columns = tensor.shape[-2:]
+    by_row = column == 1 and row >= columns and row % step == 0
+    by_column = row == 1 and column >= rows and column % step == 0
+    aligned = tensor.data_ptr() % ALIGN_BYTES == 0 and all(s % step == 0 for s in batch)
+    fits = aligned and (by_row or by_column)
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)

@@ -9,6 +9,8 @@ Everything is a sort or a mask of fixed shape: deterministic, without host synch
 
 import torch
 
+from slipstream.ops.check import compute_dtype
+
 
 def rebalance(
     select_TE: torch.Tensor,
@@ -24,6 +26,7 @@ def rebalance(
     """
     num_experts = score_TE.shape[1]
     capacity = (threshold * (expert_TK.numel() / num_experts)).floor().clamp(min=1)
+    load_E = load_E.to(compute_dtype(load_E))
     hot_E = load_E > threshold * load_E.mean()
     count_E = _count(expert_TK.flatten(), num_experts)
     rank_TK = rank_within(expert_TK, score_TE.gather(1, expert_TK), num_experts)

@@ -31,8 +31,7 @@ def route_reference(
         demand_E = _one_hot_count(plain_TK, logits.shape[1], 1).sum(0)
     weight_TK = score_TE.gather(1, expert_TK)
     if options.normalize:
-        tiny = torch.finfo(weight_TK.dtype).tiny
-        weight_TK = weight_TK / weight_TK.sum(1, keepdim=True).clamp(min=tiny)
+        weight_TK = _normalized(weight_TK)
     return Routing(
         weight_TK=weight_TK * options.scale,
         expert_TK=expert_TK,
@@ -85,9 +84,13 @@ def _aux_loss(
     sequences = options.num_sequences if options.aux == "sequence" else 1
     counts_SE = _one_hot_count(expert_TK, num_experts, sequences)
     share_SE = counts_SE / (expert_TK.numel() / sequences)
-    prob_TE = score_TE / score_TE.sum(1, keepdim=True)
-    prob_SE = prob_TE.unflatten(0, (sequences, -1)).mean(1)
+    prob_SE = _normalized(score_TE).unflatten(0, (sequences, -1)).mean(1)
     return num_experts * (share_SE * prob_SE).sum(1).mean()
+
+
+def _normalized(score: torch.Tensor) -> torch.Tensor:
+    # Sigmoid scores of one token can all underflow to zero: zeros then, not NaN.
+    return score / score.sum(1, keepdim=True).clamp(min=torch.finfo(score.dtype).tiny)
 
 
 def _mean(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,176 @@
+"""The settings of a run: every section, owned by its component, composed here."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from slipstream.config import Config, load, overlay
+from slipstream.data.config import DataConfig
+from slipstream.models.config import ModelConfig
+from slipstream.models.folder import read_model_config
+from slipstream.models.presets import preset
+from slipstream.parallel import ParallelConfig
+from slipstream.recompute import RecomputeConfig
+
+
+class RecipeModelConfig(ModelConfig):
+    """The model of a recipe: a preset, changed by the other keys, or the keys alone."""
+
+    preset: str | None = None
+    """Name of a published shape to start from."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("preset") is None:
+            return values
+        return overlay(preset(values["preset"]), values)
+
+    def plain(self) -> ModelConfig:
+        """The model without the name of its preset."""
+        return ModelConfig.model_validate(self.model_dump(exclude={"preset"}))
+
+
+class TrainConfig(Config):
+    """Length, batch and numerics of a run."""
+
+    steps: PositiveInt = 1000
+    """Optimizer steps."""
+    tokens_per_step: PositiveInt = 32768
+    """Tokens of one optimizer step over all ranks; a multiple of data.seq_len."""
+    micro_batch: int = Field(0, ge=0)
+    """Sequences per rank and forward pass; 0: the rank's whole share of a step at once."""
+    seed: int = Field(0, ge=0)
+    """Seed of the initial weights and the order of the data."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Dtype of activations and matrix products; weights stay fp32. auto: bf16 on GPUs that have
+    it, fp32 otherwise."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+    compile: bool = False
+    """Compile each layer with torch.compile."""
+    deterministic: bool = False
+    """Ask PyTorch for deterministic kernels: bit-exact resume on GPUs too, somewhat slower."""
+    init_from: str | None = None
+    """Model folder to start the weights from."""
+    z_loss: float = Field(0.0, ge=0.0)
+    """Coefficient of the mean squared logsumexp of the logits."""
+    label_smoothing: float = Field(0.0, ge=0.0, lt=1.0)
+    """Share of the target's probability spread over the vocabulary."""
+    log_every: PositiveInt = 10
+    """Steps between console lines; metrics.jsonl has every step."""
+    max_skipped: PositiveInt = 5
+    """Stop after this many steps in a row with a non-finite loss or gradient."""
+
+
+class OptimConfig(Config):
+    """AdamW and its schedule."""
+
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After warm-up: cosine decay; stable, then a linear decay at the end (wsd); or constant."""
+    warmup_steps: int = Field(100, ge=0)
+    """Linear warm-up."""
+    decay_fraction: float = Field(0.2, gt=0.0, le=1.0)
+    """wsd: share of the steps spent decaying."""
+    min_lr_ratio: float = Field(0.1, ge=0.0, le=1.0)
+    """Final learning rate over the peak."""
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    """Decay of the mean of the gradient."""
+    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    """Decay of the mean of its square."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.1, ge=0.0)
+    """Decoupled decay of matrices; vectors (norms, biases) are not decayed."""
+    clip: PositiveFloat = 1.0
+    """Largest gradient norm; inf turns clipping off."""
+
+
+class CheckpointConfig(Config):
+    """What is saved, when, and how much of it is kept."""
+
+    every: int = Field(500, ge=0)
+    """Steps between checkpoints; 0: only the last step."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept; the one with the best validation loss is kept as well."""
+    background: bool = True
+    """Write while training goes on."""
+
+
+class EvalConfig(Config):
+    """Validation."""
+
+    every: int = Field(250, ge=0)
+    """Steps between evaluations; 0: none. The last step is evaluated too."""
+    tokens: PositiveInt = 262144
+    """Validation tokens per evaluation at most."""
+
+
+class TrackConfig(Config):
+    """Experiment trackers beside metrics.jsonl."""
+
+    to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Trackers that get the metrics; they come with the extra ``track``."""
+    project: str = "slipstream"
+    """Project name at the tracker."""
+
+
+class RunConfig(Config):
+    """A whole run."""
+
+    model: RecipeModelConfig = RecipeModelConfig()
+    """The network."""
+    data: DataConfig = DataConfig()
+    """Token shards and how samples are cut from them."""
+    train: TrainConfig = TrainConfig()
+    """Length, batch and numerics."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and schedule."""
+    eval: EvalConfig = EvalConfig()
+    """Validation."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Spread over ranks."""
+    recompute: RecomputeConfig = RecomputeConfig()
+    """Activation memory."""
+    track: TrackConfig = TrackConfig()
+    """Experiment trackers."""
+
+    @field_validator("train")
+    @classmethod
+    def _batch(cls, value: TrainConfig, info: Any) -> TrainConfig:
+        data = info.data.get("data")
+        if data is not None and value.tokens_per_step % data.seq_len:
+            raise ValueError(
+                f"tokens_per_step = {value.tokens_per_step} is not a multiple of "
+                f"data.seq_len = {data.seq_len}; change one of them"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if self.data.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"data.seq_len = {self.data.seq_len} exceeds "
+                f"model.max_seq_len = {self.model.max_seq_len}; raise the latter"
+            )
+        return self
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self.train.tokens_per_step // self.data.seq_len
+
+
+def load_run_config(recipe: Path | None, overrides: list[str]) -> RunConfig:
+    """Read a recipe; with ``train.init_from`` and no [model] the folder's model is taken."""
+    config = load(RunConfig, recipe, overrides)
+    if config.train.init_from is None or "model" in config.model_fields_set:
+        return config
+    found = read_model_config(Path(config.train.init_from))
+    model = RecipeModelConfig.model_validate(found.model_dump())
+    return RunConfig.model_validate({**config.model_dump(), "model": model.model_dump()})

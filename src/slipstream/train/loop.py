@@ -1,0 +1,333 @@
+"""The training loop: steps, evaluation, checkpoints, metrics, and stopping in good order.
+
+``train`` is the whole of ``slipstream train``. Signals and failures on any rank are agreed on
+between ranks in the step's one reduction, so no rank is left waiting.
+"""
+
+import math
+import signal
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slipstream.data import Batch
+from slipstream.errors import DataError, TrainingError
+from slipstream.hw import describe, peak_memory_bytes, reset_peak_memory
+from slipstream.models import size, train_flops_per_token
+from slipstream.parallel import Ranks, connect
+from slipstream.train import checkpoint
+from slipstream.train.checkpoint import Checkpoints, Meta, Saved
+from slipstream.train.config import RunConfig
+from slipstream.train.console import ProgressView
+from slipstream.train.evaluate import Evaluation, evaluate
+from slipstream.train.guard import first_bad_place
+from slipstream.train.metrics import MetricsFile, Record
+from slipstream.train.phases import PhaseTimer
+from slipstream.train.run_folder import RunFolder
+from slipstream.train.schedule import learning_rate
+from slipstream.train.setup import (
+    build,
+    build_loader,
+    check_batch,
+    compute_dtype,
+    make_deterministic,
+    open_corpus,
+)
+from slipstream.train.step import StepResult, TrainStep
+from slipstream.train.trackers import flatten, start_trackers
+
+
+def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> None:
+    """Train as ``config`` says into ``run_dir``; with ``resume`` go on from its last checkpoint.
+
+    Returns after the last step, or after saving a checkpoint on SIGTERM or SIGINT.
+    Raises SlipstreamError for whatever a user can get wrong, before anything is written.
+    """
+    make_deterministic(config)
+    with connect(config.train.device) as ranks, stop_signals() as stopping:
+        run = Run(config, RunFolder(run_dir), ranks, resume=resume)
+        try:
+            run.fit(stopping)
+        finally:
+            run.close()
+
+
+class Run:
+    """A run on this rank."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, ranks: Ranks, *, resume: bool) -> None:
+        self.config, self.folder, self.ranks = config, folder, ranks
+        folder.check(resume=resume)
+        check_batch(config, ranks)
+        self.corpus = open_corpus(config)
+        saved = folder.latest() if resume else None
+        if saved is not None:
+            self._check(saved)
+        changed = folder.changed_since(config) if resume else []
+        self.parts = build(config, ranks)
+        self.step = 0 if saved is None else saved.meta.step
+        first_sample = 0 if saved is None else saved.meta.next_sample
+        self.loader = build_loader(config, self.corpus, ranks, first_sample)
+        self.timer = PhaseTimer(ranks.device)
+        self.stepper = TrainStep(
+            self.parts.model,
+            self.parts.module,
+            self.parts.optimizer,
+            config.train,
+            ranks,
+            self.timer,
+        )
+        self.device = describe(ranks.device)
+        dtype = compute_dtype(config, ranks.device)
+        self.dtype = (
+            str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+        )
+        self.skipped_in_row = 0
+        self._open(saved, changed)
+
+    def _check(self, saved: Saved) -> None:
+        checkpoint.check_model(saved, _model_values(self.config))
+        if saved.meta.tokenizer_hash and self.corpus.train.tokenizer_hash:
+            self.corpus.train.require_tokenizer(saved.meta.tokenizer_hash)
+
+    def _open(self, saved: Saved | None, changed: list[str]) -> None:
+        config, first = self.config, self.ranks.is_first
+        self.ranks.barrier()
+        self.metrics: MetricsFile | None = None
+        if first:
+            self.folder.start(config, self.corpus.tokenizer_file)
+            self.metrics = MetricsFile(self.folder.metrics, keep_up_to=self.step)
+        self.trackers = (
+            start_trackers(config.track, self.folder.path, config.model_dump(mode="json"))
+            if first
+            else []
+        )
+        self.view = ProgressView(
+            config.train.steps, self.step, config.train.log_every, enabled=first
+        )
+        self.checkpoints = Checkpoints(
+            self.folder.checkpoints,
+            self.ranks,
+            keep=config.checkpoint.keep,
+            background=config.checkpoint.background,
+        )
+        self._announce(changed)
+        if saved is not None:
+            self._restore(saved)
+
+    def _announce(self, changed: list[str]) -> None:
+        count = size(self.config.model)
+        spec = self.device.spec
+        peak = f"peak {spec.peak_flops(self.dtype) / 1e12:.0f} TFLOP/s" if spec else "peak unknown"
+        self.view.say(
+            f"{count.total / 1e6:,.1f}M parameters ({count.active / 1e6:,.1f}M active), "
+            f"{self.config.train.tokens_per_step:,} tokens a step, {self.ranks.world} x "
+            f"{self.device.name}, {self.dtype}, {peak}"
+        )
+        self.view.say(
+            f"{self.corpus.train.num_tokens:,} training tokens; run folder {self.folder.path}"
+        )
+        if self.config.eval.every and self.corpus.val is None:
+            self.view.say("no validation split in data.path: evaluation is off")
+        for line in changed:
+            self.view.say(f"changed since the run began: {line}")
+
+    def _restore(self, saved: Saved) -> None:
+        state = self._state()
+        key = f"rank{self.ranks.rank}"
+        same_ranks = saved.meta.world == self.ranks.world
+        if not same_ranks:
+            del state["rng"]
+        checkpoint.load(saved, state, self.ranks)
+        if same_ranks:
+            checkpoint.set_rng_state(state["rng"][key], self.ranks.device)
+        self.view.say(f"resumed from {saved.path.name}")
+        if not same_ranks:
+            self.view.say(
+                f"the checkpoint is of {saved.meta.world} ranks, this run has "
+                f"{self.ranks.world}: random states start anew, data goes on where it was"
+            )
+
+    def fit(self, stopping: list[str]) -> None:
+        """Run to the last step or until asked to stop."""
+        steps = self.config.train.steps
+        if self.step >= steps:
+            self.view.say(f"already at step {self.step} of {steps}: nothing to do")
+        reset_peak_memory(self.ranks.device)
+        while self.step < steps:
+            batch, result = self._one_step(bool(stopping))
+            self._guard(batch, result)
+            self.parts.optimizer.zero_grad()
+            last = self.step == steps or result.stop
+            evaluation = self._evaluate() if self._due(self.config.eval.every) else None
+            if last or self._due(self.config.checkpoint.every):
+                self._save(evaluation)
+            self.checkpoints.poll()
+            if result.stop:
+                self.view.say(f"asked to stop: saved step {self.step}, continue with --resume")
+                break
+        self.checkpoints.wait()
+
+    def _one_step(self, stop: bool) -> tuple[Batch, StepResult]:
+        begin = time.perf_counter()
+        with self.timer("data", host=True):
+            batch = next(self.loader)
+        if self.corpus.train.vocab_size is None:
+            self._check_vocabulary(batch)
+        lr = learning_rate(self.config.optim, self.step, self.config.train.steps)
+        result = self.stepper.run(batch, lr, stop=stop)
+        self.step += 1
+        self._log(self._record(result, lr, time.perf_counter() - begin))
+        return batch, result
+
+    def _check_vocabulary(self, batch: Batch) -> None:
+        # Raw shards do not say how large their vocabulary is.
+        highest = int(max(batch.tokens_BL.max(), batch.targets_BL.max()))
+        if highest >= self.config.model.vocab_size:
+            raise DataError(
+                f"{self.config.data.path}: has token {highest}, model.vocab_size is "
+                f"{self.config.model.vocab_size}; raise model.vocab_size"
+            )
+
+    def _record(self, result: StepResult, lr: float, seconds: float) -> Record:
+        rate = self.config.train.tokens_per_step / seconds
+        flops = train_flops_per_token(self.config.model, self.config.data.seq_len)
+        per_device = flops * rate / self.ranks.world
+        spec = self.device.spec
+        clock: Record = {
+            "step_ms": round(1e3 * seconds, 3),
+            **{f"{name}_ms": round(ms, 3) for name, ms in self.timer.take().items()},
+            "tok_per_s": round(rate, 1),
+            "tflops_per_device": round(per_device / 1e12, 4),
+            "mfu": round(per_device / spec.peak_flops(self.dtype), 4) if spec else None,
+            "peak_gib": round(peak_memory_bytes(self.ranks.device) / 2**30, 3),
+        }
+        record: Record = {
+            "step": self.step,
+            "tokens": self.step * self.config.train.tokens_per_step,
+            "loss": _finite(result.loss),
+            "grad_norm": _finite(result.grad_norm),
+            "lr": lr,
+            "skipped": result.skipped,
+        }
+        if self.config.train.z_loss:
+            record["z_loss"] = _finite(result.z_loss)
+        if result.load is not None:
+            record["router_loss"] = _finite(result.router_loss)
+            record["moe"] = asdict(result.load)
+        return record | {"time": clock}
+
+    def _log(self, record: Record) -> None:
+        if self.metrics is not None:
+            self.metrics.write(record)
+        for tracker in self.trackers:
+            tracker.log(flatten(record), record["step"])
+        if "val_loss" not in record:
+            self.view.step(record)
+
+    def _guard(self, batch: Batch, result: StepResult) -> None:
+        if not result.skipped:
+            self.skipped_in_row = 0
+            return
+        self.skipped_in_row += 1
+        place = first_bad_place(
+            self.parts.model, batch, self.config.train.micro_batch, self.ranks.device
+        )
+        places = self.ranks.gather(place)
+        where = next((p for p in places if not p.startswith("the loss")), places[0])
+        self.view.say(f"step {self.step} skipped: first non-finite value in the {where}")
+        limit = self.config.train.max_skipped
+        if self.skipped_in_row >= limit:
+            raise TrainingError(
+                f"{limit} steps in a row were not finite (train.max_skipped = {limit}), first in "
+                f"the {where}; lower optim.lr, or look at the data of step {self.step}"
+            )
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and (self.step % every == 0 or self.step == self.config.train.steps)
+
+    def _evaluate(self) -> Evaluation | None:
+        if self.corpus.val is None:
+            return None
+        begin = time.perf_counter()
+        share = self.config.sequences_per_step // self.ranks.world
+        found = evaluate(
+            self.parts.model,
+            self.corpus.val,
+            self.ranks,
+            seq_len=self.config.data.seq_len,
+            batch_size=self.config.train.micro_batch or share,
+            max_tokens=self.config.eval.tokens,
+            mask_documents=self.config.data.mask_documents,
+        )
+        per_byte = found.nats_per_byte
+        self._log(
+            {
+                "step": self.step,
+                "val_loss": _finite(found.loss),
+                "val_nats_per_byte": per_byte if per_byte is None else _finite(per_byte),
+                "val_tokens": found.tokens,
+                "time": {"eval_ms": round(1e3 * (time.perf_counter() - begin), 3)},
+            }
+        )
+        extra = "" if per_byte is None else f" ({per_byte:.4f} nats per byte)"
+        self.view.say(f"step {self.step}  validation loss {found.loss:.4f}{extra}")
+        return found
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": self.parts.model.state_dict(),
+            "optim": self.parts.optimizer.state,
+            "rng": {f"rank{self.ranks.rank}": checkpoint.rng_state(self.ranks.device)},
+        }
+
+    def _save(self, evaluation: Evaluation | None) -> None:
+        finite = evaluation is not None and math.isfinite(evaluation.loss)
+        meta = Meta(
+            step=self.step,
+            next_sample=self.loader.next_sample,
+            model=_model_values(self.config),
+            world=self.ranks.world,
+            tokenizer_hash=self.corpus.train.tokenizer_hash,
+            val_loss=evaluation.loss if evaluation is not None and finite else None,
+        )
+        self.checkpoints.save(self._state(), meta)
+
+    def close(self) -> None:
+        """Stop threads and close files, after a finished run or a failed one."""
+        self.loader.close()
+        self.view.close()
+        for tracker in self.trackers:
+            tracker.finish()
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+@contextmanager
+def stop_signals() -> Generator[list[str]]:
+    """Within the block SIGTERM and SIGINT are noted in the list; a second SIGINT interrupts."""
+    received: list[str] = []
+
+    def note(number: int, _: Any) -> None:
+        if number == signal.SIGINT and received:
+            raise KeyboardInterrupt
+        received.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _model_values(config: RunConfig) -> dict[str, Any]:
+    return config.model.plain().model_dump(mode="json")
+
+
+def _finite(value: float) -> float | None:
+    # JSON has no NaN.
+    return value if math.isfinite(value) else None

@@ -1,0 +1,45 @@
+"""How long each phase of a step takes on the device.
+
+On a GPU, events are recorded around the phases and read after the step, so timing never waits.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+class PhaseTimer:
+    """Milliseconds per phase, summed over the micro-batches of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._host_ms: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str, *, host: bool = False) -> Generator[None]:
+        """Time a block as part of ``phase``; ``host``: by the host's clock on a GPU as well."""
+        if self.on_gpu and not host:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            stop.record()
+            self._events.append((phase, start, stop))
+            return
+        begin = time.perf_counter()
+        yield
+        self._host_ms[phase] += 1e3 * (time.perf_counter() - begin)
+
+    def take(self) -> dict[str, float]:
+        """Milliseconds per phase since the last call; the device must have finished the step."""
+        spent = dict.fromkeys(PHASES, 0.0) | dict(self._host_ms)
+        for phase, start, stop in self._events:
+            spent[phase] += start.elapsed_time(stop)
+        self._events.clear()
+        self._host_ms.clear()
+        return spent

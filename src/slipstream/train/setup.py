@@ -1,0 +1,149 @@
+"""Build everything a run needs, and refuse what cannot work before anything is written."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from slipstream.data import Loader, Sampler, ShardSet, has_split, open_shards
+from slipstream.data.tokenizers import file_hash
+from slipstream.errors import ConfigError, HardwareError
+from slipstream.models import Transformer
+from slipstream.models.folder import load_model_folder
+from slipstream.parallel import Ranks, wrap
+from slipstream.train.config import RunConfig
+from slipstream.train.optimizer import AdamW
+from slipstream.train.step import split_size
+
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """The token shards of a run."""
+
+    train: ShardSet
+    """What is trained on."""
+    val: ShardSet | None
+    """What is evaluated on, if there is any."""
+    tokenizer_file: Path | None
+    """The tokenizer that made the shards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The moving parts of a run on this rank."""
+
+    model: Transformer
+    """The network itself."""
+    module: nn.Module
+    """What the training step calls: the model, or its data-parallel wrapper."""
+    optimizer: AdamW
+    """Optimizer over the model's parameters."""
+
+
+def open_corpus(config: RunConfig) -> Corpus:
+    """Open the shards; ConfigError or DataError for a set this model cannot train on."""
+    if not config.data.path:
+        raise ConfigError("data.path is required: a folder made by slipstream prepare")
+    train = open_shards(config.data.path, "train", config.data.verify)
+    val = None
+    if config.eval.every and has_split(config.data.path, "val"):
+        val = open_shards(config.data.path, "val", config.data.verify)
+    if train.vocab_size is not None and train.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the {train.vocab_size} "
+            f"tokens of {config.data.path}; set model.vocab_size={train.vocab_size} or more"
+        )
+    tokenizer = Path(config.data.path) / TOKENIZER
+    found = tokenizer if tokenizer.is_file() else None
+    if config.train.init_from is not None:
+        trained_with = Path(config.train.init_from) / TOKENIZER
+        if trained_with.is_file() and train.tokenizer_hash is not None:
+            train.require_tokenizer(file_hash(trained_with))
+    return Corpus(train=train, val=val, tokenizer_file=found)
+
+
+def check_batch(config: RunConfig, ranks: Ranks) -> None:
+    """ConfigError unless a step's sequences divide over ranks and micro-batches."""
+    sequences = config.sequences_per_step
+    if sequences % ranks.world:
+        raise ConfigError(
+            f"train.tokens_per_step = {config.train.tokens_per_step} is {sequences} sequences, "
+            f"which {ranks.world} ranks cannot share equally; make it a multiple of "
+            f"{ranks.world * config.data.seq_len}"
+        )
+    split_size(sequences // ranks.world, config.train.micro_batch)
+
+
+def make_deterministic(config: RunConfig) -> None:
+    """Switch PyTorch to deterministic kernels where the recipe asks for them."""
+    if config.train.deterministic:
+        # cuBLAS reads this when its first handle is made.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.train.deterministic)
+
+
+def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
+    """Dtype of activations on ``device``; HardwareError for bf16 a GPU does not have."""
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if config.train.dtype == "bf16" and not has_bf16:
+        raise HardwareError("train.dtype = bf16, which this GPU does not have; use fp32")
+    if config.train.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" and has_bf16 else torch.float32
+    return torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
+
+
+def build(config: RunConfig, ranks: Ranks) -> Parts:
+    """The model with its initial weights on this rank's device, and its optimizer."""
+    torch.manual_seed(config.train.seed)
+    model = initial_model(config, ranks.device)
+    model.compute_dtype = compute_dtype(config, ranks.device)
+    if config.train.compile:
+        for layer in model.layers:
+            layer.compile()
+    module = wrap(model, ranks, config.parallel.data)
+    return Parts(model=model, module=module, optimizer=AdamW(model, config.optim))
+
+
+def initial_model(config: RunConfig, device: torch.device) -> Transformer:
+    """Fresh weights from the seed, or those of ``train.init_from``, in fp32."""
+    smoothing = config.train.label_smoothing
+    if config.train.init_from is None:
+        with torch.device(device):
+            return Transformer(config.model.plain(), label_smoothing=smoothing)
+    folder = Path(config.train.init_from)
+    model = load_model_folder(folder, device=str(device), dtype=torch.float32)
+    wanted = config.model.plain()
+    for key in type(wanted).model_fields:
+        found = getattr(model.config, key)
+        if getattr(wanted, key) != found:
+            raise ConfigError(
+                f"model.{key} differs from {folder}, where it is {found!r}; "
+                "leave out [model] to take the folder's"
+            )
+    model.token_loss.label_smoothing = smoothing
+    return model
+
+
+def build_loader(config: RunConfig, corpus: Corpus, ranks: Ranks, first_sample: int) -> Loader:
+    """This rank's batches from ``first_sample`` on."""
+    sampler = Sampler(
+        num_tokens=corpus.train.num_tokens,
+        seq_len=config.data.seq_len,
+        seed=config.train.seed,
+        shuffle=config.data.shuffle,
+    )
+    return Loader(
+        corpus.train,
+        sampler,
+        samples_per_step=config.sequences_per_step,
+        rank=ranks.rank,
+        world=ranks.world,
+        first_sample=first_sample,
+        mask_documents=config.data.mask_documents,
+        prefetch=config.data.prefetch,
+        pin_memory=ranks.device.type == "cuda",
+    )

@@ -1,0 +1,146 @@
+"""One optimizer step: micro-batches weighed by tokens, exact clipping, non-finite guard.
+
+The gradient is that of the mean over all tokens of the step, however they are split over
+micro-batches and ranks. The host waits for the device once, at the end, for the step's numbers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from slipstream.data import Batch
+from slipstream.errors import ConfigError
+from slipstream.models import Transformer
+from slipstream.parallel import Ranks, accumulate
+from slipstream.train.config import TrainConfig
+from slipstream.train.load import MoELoad, close_step
+from slipstream.train.optimizer import AdamW
+from slipstream.train.phases import PhaseTimer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Numbers of a step, equal on every rank."""
+
+    loss: float
+    """Mean cross entropy in nats per token, without z and router losses."""
+    z_loss: float
+    """Mean squared logsumexp of the logits."""
+    router_loss: float
+    """Weighted losses of the MoE routers."""
+    grad_norm: float
+    """Norm of the gradient before clipping."""
+    tokens: int
+    """Tokens whose prediction counted."""
+    skipped: bool
+    """The loss or gradient was not finite and nothing was updated."""
+    stop: bool
+    """Some rank was asked to stop."""
+    load: MoELoad | None
+    """Expert load, for a model with experts."""
+
+
+class TrainStep:
+    """Runs optimizer steps of one model on this rank."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        module: nn.Module,
+        optimizer: AdamW,
+        config: TrainConfig,
+        ranks: Ranks,
+        timer: PhaseTimer,
+    ) -> None:
+        self.model, self.module, self.optimizer = model, module, optimizer
+        self.config, self.ranks, self.timer = config, ranks, timer
+
+    def run(self, batch: Batch, lr: float, *, stop: bool = False) -> StepResult:
+        """Train on this rank's share of a step; ``stop`` is passed on to every rank."""
+        device = self.ranks.device
+        self.model.train()
+        sums = torch.zeros(5, dtype=torch.float64, device=device)
+        with self.timer("data"):
+            tokens = (batch.targets_BL >= 0).sum().to(device, torch.float64)
+            tokens = self.ranks.sum(tokens)
+        share = self.ranks.world / tokens.clamp(min=1)
+        micro_batches = split(batch, self.config.micro_batch)
+        for index, micro in enumerate(micro_batches):
+            with accumulate(self.module, last=index == len(micro_batches) - 1):
+                sums[:4] += self._micro_step(micro, share, len(batch.tokens_BL))
+        sums[4] = float(stop)
+        self.ranks.sum(sums)
+        with self.timer("optimizer"):
+            update = self.optimizer.step(lr, torch.isfinite(sums[:4]).all())
+        numbers = torch.cat((sums, torch.stack((update.grad_norm, update.skipped)).double()))
+        nll, z, router, count, stopping, norm, skipped = numbers.tolist()
+        load = close_step(self.model, self.ranks, skipped=bool(skipped))
+        return StepResult(
+            loss=nll / max(1.0, count),
+            z_loss=z / max(1.0, count),
+            router_loss=router / self.ranks.world,
+            grad_norm=norm,
+            tokens=int(tokens),
+            skipped=bool(skipped),
+            stop=bool(stopping),
+            load=load,
+        )
+
+    def _micro_step(self, micro: Batch, share: torch.Tensor, sequences: int) -> torch.Tensor:
+        with self.timer("data"):
+            tokens, targets, document = to_device(micro, self.ranks.device)
+        with self.timer("forward"):
+            output = self.module(tokens, targets, document)
+            loss = output.loss
+            objective = loss.nll
+            if self.config.z_loss:
+                objective = objective + self.config.z_loss * loss.z
+            part = len(micro.tokens_BL) / sequences
+            objective = objective * share.to(objective.dtype) + output.router_loss * part
+        with self.timer("backward"):
+            objective.backward()
+        router = output.router_loss.detach() * part
+        sums = (loss.nll.detach(), loss.z.detach(), router, loss.tokens)
+        return torch.stack([value.double() for value in sums])
+
+
+def split(batch: Batch, size: int) -> list[Batch]:
+    """Micro-batches of ``size`` sequences (0: one), contiguous slices of ``batch``."""
+    sequences = len(batch.tokens_BL)
+    size = split_size(sequences, size)
+    pieces = []
+    for start in range(0, sequences, size):
+        rows = slice(start, start + size)
+        document = None if batch.document_BL is None else batch.document_BL[rows]
+        pieces.append(
+            Batch(
+                tokens_BL=batch.tokens_BL[rows],
+                targets_BL=batch.targets_BL[rows],
+                document_BL=document,
+            )
+        )
+    return pieces
+
+
+def split_size(sequences: int, size: int) -> int:
+    """Sequences of a micro-batch; ConfigError unless they divide a rank's share of a step."""
+    size = size or sequences
+    if sequences % size:
+        raise ConfigError(
+            f"train.micro_batch = {size} does not divide the {sequences} sequences of a rank's "
+            "step; change it or train.tokens_per_step"
+        )
+    return size
+
+
+def to_device(
+    batch: Batch, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The tensors of a batch on ``device``; from pinned memory without waiting."""
+    document = batch.document_BL
+    return (
+        batch.tokens_BL.to(device, non_blocking=True),
+        batch.targets_BL.to(device, non_blocking=True),
+        None if document is None else document.to(device, non_blocking=True),
+    )
