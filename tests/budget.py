@@ -63,9 +63,11 @@ def results(
     wanted = {name: t.requires_grad_() for name, t in leaves.items() if t.is_floating_point()}
     returned = function(**leaves)
     outputs = returned if isinstance(returned, tuple) else (returned,)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     upstream = [
-        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(dtype).to(out.dtype)
+        torch.randn(out.shape, generator=generator, dtype=torch.float64, device="cpu")
+        .to(dtype)
+        .to(out)
         for out in outputs
     ]
     grads = torch.autograd.grad(outputs, list(wanted.values()), upstream, allow_unused=True)

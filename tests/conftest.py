@@ -6,6 +6,20 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``pytest tests/ops --device cuda`` holds the ops to the same budgets on a GPU."""
+    parser.addoption("--device", default="cpu", choices=["cpu", "cuda"])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs more GPUs than there are, and say so."""
+    gpus = torch.cuda.device_count()
+    for item in items:
+        needed = 2 if "multi_gpu" in item.keywords else 1 if "gpu" in item.keywords else 0
+        if gpus < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s)"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     # Sums are then added in one order on every machine.

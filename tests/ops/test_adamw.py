@@ -21,12 +21,12 @@ def _state(params: list[torch.Tensor], dtype: torch.dtype = torch.float32) -> di
 
 
 def _params(dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(2)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
 def _grads(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(100 + step)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 

@@ -60,7 +60,7 @@ def _slow_rebalance(select, score, expert, load, threshold, depth):
 
 def _case(seed: int, tokens: int, num_experts: int, top_k: int, levels: int):
     """Scores with few levels, so that ties are common, and their plain top-k."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     size = (tokens, num_experts)
     score_TE = (torch.randint(0, levels, size, generator=generator) + 1) / levels
     skew_E = torch.randint(0, 2 * levels, (num_experts,), generator=generator) / levels
@@ -85,7 +85,13 @@ def test_matches_the_slow_version(seed, tokens, num_experts, threshold, levels, 
     score_TE, select_TE, expert_TK, load_E = _case(seed, tokens, num_experts, top_k, levels)
     if data.draw(st.booleans()):
         # Some experts are not allowed for some tokens, as group limits do.
-        forbidden = torch.rand(select_TE.shape, generator=torch.Generator().manual_seed(seed)) < 0.3
+        forbidden = (
+            torch.rand(
+                select_TE.shape,
+                generator=torch.Generator(torch.get_default_device()).manual_seed(seed),
+            )
+            < 0.3
+        )
         forbidden = forbidden.scatter(1, expert_TK, False)
         select_TE = select_TE.masked_fill(forbidden, -torch.inf)
     if data.draw(st.booleans()):
@@ -101,7 +107,7 @@ def test_matches_the_slow_version(seed, tokens, num_experts, threshold, levels, 
 
 
 def _balanced(seed, tokens, num_experts, top_k, threshold, depth):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     logits_TE = torch.randn(tokens, num_experts, generator=generator)
     logits_TE += 2 * torch.randn(num_experts, generator=generator)
     plain = route(logits_TE, top_k=top_k)
@@ -269,7 +275,7 @@ def test_gradients_reach_the_weights_of_the_experts_used():
     top=st.booleans(),
 )
 def test_rank_within_counts_the_stronger_slots_of_the_group(seed, slots, groups, top):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     group_TK = torch.randint(0, groups, (slots, 1), generator=generator)
     levels = 3 if top else 1000
     strength_TK = torch.randint(0, levels, (slots, 1), generator=generator).float()

@@ -250,7 +250,7 @@ def test_autocast_runs_forward_and_backward_in_its_dtype(small_chunks):
     targets_T = _targets(63)
 
     def under_autocast(x, w):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return token_losses(x, w, targets_T)
 
     def in_bf16(x, w):

@@ -149,7 +149,7 @@ def test_weights_and_losses_are_fp32(dtype):
 )
 def test_maps_are_consistent(tokens, num_experts, data, seed):
     top_k = data.draw(st.integers(1, num_experts))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     # Few distinct values, so that ties are common.
     logits_TE = torch.randint(0, 3, (tokens, num_experts), generator=generator).float()
     routing = route(logits_TE, top_k=top_k)

@@ -76,10 +76,11 @@ def _versions() -> list[str]:
     absent = [f"{n} [{OPTIONAL[n]}]" if OPTIONAL[n] else n for n, v in found.items() if not v]
     if absent:
         print("  not installed: " + ", ".join(absent))
+    missing = [f"{name} is missing" for name in REQUIRED if _version(name) is None]
     minor = ".".join(torch.__version__.split(".")[:2])
     if minor in TESTED_TORCH:
-        return []
-    return [f"torch {minor} is not among the tested versions ({', '.join(TESTED_TORCH)})"]
+        return missing
+    return [*missing, f"torch {minor} is not among the tested versions ({', '.join(TESTED_TORCH)})"]
 
 
 def _devices() -> list[str]:

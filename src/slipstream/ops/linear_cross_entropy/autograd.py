@@ -38,6 +38,10 @@ def token_losses_chunked(
     if torch.is_autocast_enabled(device):
         # Backward runs outside the autocast block and must recompute the same logits.
         x_TD = x_TD.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            return token_losses_chunked(
+                x_TD, w_VD, targets_T, ignore_index, label_smoothing, softcap
+            )
     options = LossOptions(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,

@@ -32,7 +32,7 @@ def experts_grouped(
     pad_d, pad_f = -width % step, -w2_EDF.shape[2] % step
     if pad_d or pad_f:
         x_TD = F.pad(x_TD, (0, pad_d))
-        halves = w13_EPD.unflatten(1, (2 if gated else 1, -1))
+        halves = w13_EPD.reshape(len(w13_EPD), 2 if gated else 1, -1, width)
         w13_EPD = F.pad(halves, (0, pad_d, 0, pad_f)).flatten(1, 2)
         w2_EDF = F.pad(w2_EDF, (0, pad_f, 0, pad_d))
     y_ND = _Experts.apply(x_TD.contiguous(), w13_EPD, w2_EDF, routing, gating, gated)

@@ -51,7 +51,8 @@ def _selection(
     select_TE = score_TE if bias_E is None else score_TE + bias_E
     if options.num_groups == 1:
         return select_TE
-    grouped = select_TE.unflatten(1, (options.num_groups, -1))
+    per_group = select_TE.shape[1] // options.num_groups
+    grouped = select_TE.view(-1, options.num_groups, per_group)
     group_score = grouped.sort(dim=2, descending=True)[0][:, :, : options.group_top].sum(2)
     kept = group_score.sort(dim=1, descending=True, stable=True)[1][:, : options.top_groups]
     allowed = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, kept, True)
@@ -84,7 +85,7 @@ def _aux_loss(
     sequences = options.num_sequences if options.aux == "sequence" else 1
     counts_SE = _one_hot_count(expert_TK, num_experts, sequences)
     share_SE = counts_SE / (expert_TK.numel() / sequences)
-    prob_SE = _normalized(score_TE).unflatten(0, (sequences, -1)).mean(1)
+    prob_SE = _normalized(score_TE).view(sequences, -1, num_experts).mean(1)
     return num_experts * (share_SE * prob_SE).sum(1).mean()
 
 
