@@ -68,8 +68,9 @@ def test_backward_from_the_pre_activation_stays_in_budget(kind, dtype, gated):
 
     eager = results(forward, inputs, dtype)
     truth = results(forward, inputs, dtype, run_in=torch.float64)
-    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
-    dout = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(1)
+    dout = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    dout = dout.to(dtype).to(inputs["gate"].device)
     dgate, dup = activation_backward(inputs["gate"], inputs.get("up"), dout, kind)
     actual = {"output 0": eager["output 0"], "gradient of gate": dgate}
     if gated:

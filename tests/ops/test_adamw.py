@@ -30,9 +30,9 @@ def _grads(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
-def _clip_scale(grads: list[torch.Tensor]) -> torch.Tensor:
+def _divisor(grads: list[torch.Tensor]) -> torch.Tensor:
     norm = torch.stack([g.double().norm() for g in grads]).norm()
-    return (1.0 / norm).clamp(max=1.0).float()
+    return norm.clamp(min=1.0).float()
 
 
 def _named(params, exp_avgs, exp_avg_sqs) -> Results:
@@ -46,12 +46,12 @@ def _ours(name: str, dtype: torch.dtype, options: AdamWOptions = OPTIONS) -> Res
     with dispatch.force(adamw=name):
         for step in range(STEPS):
             grads = _grads(step, dtype)
-            adamw(params, grads, **state, options=options, grad_scale=_clip_scale(grads))
+            adamw(params, grads, **state, options=options, grad_divisor=_divisor(grads))
     assert [int(step) for step in state["steps"]] == [STEPS] * len(SHAPES)
     return _named(params, state["exp_avgs"], state["exp_avg_sqs"])
 
 
-def _torch(dtype: torch.dtype, options: AdamWOptions = OPTIONS) -> Results:
+def _torch(dtype: torch.dtype, options: AdamWOptions = OPTIONS, *, fused: bool = False) -> Results:
     params = [torch.nn.Parameter(p) for p in _params(dtype)]
     optimizer = torch.optim.AdamW(
         params,
@@ -60,12 +60,13 @@ def _torch(dtype: torch.dtype, options: AdamWOptions = OPTIONS) -> Results:
         eps=options.eps,
         weight_decay=options.weight_decay,
         foreach=False,
+        fused=fused,
     )
     for step in range(STEPS):
         grads = _grads(step, dtype)
-        scale = _clip_scale(grads)
+        divisor = _divisor(grads)
         for param, grad in zip(params, grads, strict=True):
-            param.grad = grad * scale
+            param.grad = grad / divisor
         optimizer.step()
     states = [optimizer.state[p] for p in params]
     moments = [[s[name] for s in states] for name in ("exp_avg", "exp_avg_sq")]
@@ -94,7 +95,7 @@ def test_stays_in_the_budget_of_torch_in_fp32(implementation, name):
     options = VARIED[name]
     assert_within(
         _ours(implementation, torch.float32, options),
-        _torch(torch.float32, options),
+        _torch(torch.float32, options, fused=implementation == "fused"),
         _torch(torch.float64, options),
         torch.float32,
     )
@@ -149,7 +150,7 @@ def test_skip_changes_nothing_even_with_nan_gradients(masters, implementation):
             **state,
             options=OPTIONS,
             masters=wide,
-            grad_scale=torch.tensor(float("nan")),
+            grad_divisor=torch.tensor(float("nan")),
             skip=torch.tensor(True),
         )
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
@@ -213,7 +214,7 @@ def test_nothing_to_do():
 
 
 def test_compiles():
-    def step(params, grads, exp_avgs, exp_avg_sqs, steps, scale, skip):
+    def step(params, grads, exp_avgs, exp_avg_sqs, steps, divisor, skip):
         adamw(
             params,
             grads,
@@ -221,7 +222,7 @@ def test_compiles():
             exp_avg_sqs,
             steps,
             options=OPTIONS,
-            grad_scale=scale,
+            grad_divisor=divisor,
             skip=skip,
         )
 
@@ -234,7 +235,7 @@ def test_compiles():
         with dispatch.force(adamw="reference"):
             for i in range(2):
                 grads = _grads(i, torch.float32)
-                run(params, grads, **state, scale=_clip_scale(grads), skip=torch.tensor(False))
+                run(params, grads, **state, divisor=_divisor(grads), skip=torch.tensor(False))
         final.append(_named(params, state["exp_avgs"], state["exp_avg_sqs"]))
     assert_close(final[0], final[1])
 

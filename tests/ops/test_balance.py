@@ -232,6 +232,7 @@ def test_nothing_hot_is_bitwise_plain_top_k(score, load_E, threshold):
     logits_TE[:, 0] += 2
     options = {"top_k": 3, "score": score, "normalize": True, "aux": "batch"}
     plain = route(logits_TE, **options)
+    load_E = load_E.to(logits_TE.device)
     moved = route(logits_TE, **options, load_E=load_E, threshold=threshold)
     for field, expected in plain._asdict().items():
         assert torch.equal(getattr(moved, field), expected), field

@@ -1,6 +1,5 @@
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.testing import assert_close
 
 from slipstream.errors import ShapeError
@@ -8,18 +7,8 @@ from slipstream.ops import dispatch
 from slipstream.ops.moe import Routing, experts, route
 from tests.budget import Results, assert_budget
 from tests.ops.compiling import assert_compiles
-from tests.ops.routings import LOADS, routing_of
+from tests.ops.routings import ACTIVATIONS, GATED, LOADS, routing_of, stock_experts
 
-ACTIVATIONS = {
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: F.relu(x) ** 2,
-}
-GATED = ["swiglu", "geglu", "geglu_tanh"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = {"T63-D64-F48": (63, 64, 48), "T257-D31-F17": (257, 31, 17), "T1-D64-F48": (1, 64, 48)}
 E = 5
@@ -32,21 +21,6 @@ def _inputs(tokens: int, width: int, hidden: int, gated: bool = True) -> Results
         "w13": torch.randn(E, rows, width) / width**0.5,
         "w2": torch.randn(E, width, hidden) / hidden**0.5,
     }
-
-
-def _stock(routing: Routing, activation: str = "swiglu"):
-    """A loop over experts in the dtype of the inputs, as stock code has it."""
-
-    def run(x, w13, w2):
-        rows = x[routing.order_N // routing.top_k]
-        outputs = []
-        for e, part in enumerate(rows.split(routing.counts_E.tolist())):
-            h = part @ w13[e].T
-            gate, up = h.chunk(2, dim=-1) if activation in GATED else (h, 1)
-            outputs.append((ACTIVATIONS[activation](gate) * up) @ w2[e].T)
-        return torch.cat(outputs)
-
-    return run
 
 
 def _forced(name: str, routing: Routing, activation: str = "swiglu"):
@@ -88,7 +62,7 @@ def test_grouped_mm_stays_in_budget(load, dtype, size):
     routing = routing_of(load, tokens, E, 2)
     assert_budget(
         _forced("grouped_mm", routing),
-        _stock(routing),
+        stock_experts(routing),
         _inputs(tokens, width, hidden),
         dtype,
     )
@@ -100,7 +74,7 @@ def test_every_activation_of_grouped_mm_stays_in_budget(activation, dtype):
     routing = routing_of("random", 63, E, 2)
     assert_budget(
         _forced("grouped_mm", routing, activation),
-        _stock(routing, activation),
+        stock_experts(routing, activation),
         _inputs(63, 32, 24, activation in GATED),
         dtype,
     )
@@ -138,7 +112,9 @@ def test_experts_without_tokens_get_exactly_zero_gradients(implementation, poiso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_poisoned_memory_never_shows(dtype, poisoned):
     routing = routing_of("empty-experts", 63, E, 2)
-    assert_budget(_forced("grouped_mm", routing), _stock(routing), _inputs(63, 31, 17), dtype)
+    assert_budget(
+        _forced("grouped_mm", routing), stock_experts(routing), _inputs(63, 31, 17), dtype
+    )
 
 
 @pytest.mark.parametrize("width", [8, 7])

@@ -1,7 +1,7 @@
 """AdamW over the parameters of a model, with exact clipping and the non-finite guard.
 
 The weights themselves are the fp32 masters; modules cast them where they are used. Nothing here
-waits for the device: the clip scale and the decision to skip stay tensors.
+waits for the device: the norm and the decision to skip stay tensors.
 """
 
 from dataclasses import dataclass
@@ -47,15 +47,14 @@ class AdamW:
         present = [grad for grad in grads.values() if grad is not None]
         norm = torch.nn.utils.get_total_norm(present)
         skipped = ~(torch.isfinite(norm) & healthy)
-        clip = torch.full_like(norm, self.config.clip)
-        scale = torch.where(norm > clip, clip / norm, torch.ones_like(norm))
+        divisor = (norm / self.config.clip).clamp(min=1.0)
         for decayed in (True, False):
             names = [
                 name
                 for name, p in self.params.items()
                 if (p.dim() >= 2) == decayed and grads[name] is not None
             ]
-            self._update(names, lr, self.config.weight_decay * decayed, scale, skipped)
+            self._update(names, lr, self.config.weight_decay * decayed, divisor, skipped)
         return Update(grad_norm=norm, skipped=skipped)
 
     def zero_grad(self) -> None:
@@ -68,7 +67,7 @@ class AdamW:
         names: list[str],
         lr: float,
         weight_decay: float,
-        scale: torch.Tensor,
+        divisor: torch.Tensor,
         skipped: torch.Tensor,
     ) -> None:
         options = AdamWOptions(
@@ -85,6 +84,6 @@ class AdamW:
             [self.state[n]["exp_avg_sq"] for n in names],
             [self.state[n]["step"] for n in names],
             options=options,
-            grad_scale=scale,
+            grad_divisor=divisor,
             skip=skipped,
         )

@@ -1,4 +1,4 @@
-"""AdamW over lists of tensors, with the clip scale and the non-finite guard folded in."""
+"""AdamW over lists of tensors, with clipping and the non-finite guard folded in."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def adamw(
     *,
     options: AdamWOptions,
     masters: Tensors | None = None,
-    grad_scale: torch.Tensor | None = None,
+    grad_divisor: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
 ) -> None:
     """One AdamW step in place (Loshchilov and Hutter, arXiv 1711.05101).
@@ -32,7 +32,7 @@ def adamw(
     ``params``, ``grads``, ``exp_avgs``, ``exp_avg_sqs`` have the same shapes; the moments are fp32.
     ``steps``: one fp32 scalar tensor each, the number of steps taken, counted up here. ``masters``:
     fp32 copies of low-precision ``params``; they are updated and ``params`` receive them rounded.
-    ``grad_scale`` (fp32 scalar tensor) multiplies the gradients; where ``skip`` (bool scalar
+    ``grad_divisor`` (fp32 scalar tensor) divides the gradients; where ``skip`` (bool scalar
     tensor) is true nothing changes at all. No host synchronisation. ``grads`` may be overwritten.
     Raises ShapeError.
     """
@@ -48,10 +48,10 @@ def adamw(
     if not params:
         return
     device = params[0].device
-    scale = torch.ones((), device=device) if grad_scale is None else grad_scale
+    divisor = torch.ones((), device=device) if grad_divisor is None else grad_divisor
     skipped = torch.zeros((), dtype=torch.bool, device=device) if skip is None else skip
     dispatch.call(
-        "adamw", params, grads, exp_avgs, exp_avg_sqs, steps, masters, scale, skipped, options
+        "adamw", params, grads, exp_avgs, exp_avg_sqs, steps, masters, divisor, skipped, options
     )
 
 

@@ -18,11 +18,11 @@ def adamw_fused(
     exp_avg_sqs: Tensors,
     steps: Tensors,
     masters: Tensors | None,
-    grad_scale: torch.Tensor,
+    grad_divisor: torch.Tensor,
     skip: torch.Tensor,
     options: AdamWOptions,
 ) -> None:
-    """One step in place; gradients hold the scaled values afterwards."""
+    """One step in place; gradients hold the divided values afterwards."""
     weights = params if masters is None else masters
     scaled = [_prepared(grad, weight) for grad, weight in zip(grads, weights, strict=True)]
     torch_adamw(
@@ -33,8 +33,7 @@ def adamw_fused(
         [],
         list(steps),
         fused=True,
-        # The kernel divides gradients by its scale.
-        grad_scale=grad_scale.reciprocal(),
+        grad_scale=grad_divisor,
         found_inf=skip.float(),
         amsgrad=False,
         beta1=options.beta1,

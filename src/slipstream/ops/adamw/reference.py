@@ -18,7 +18,7 @@ def adamw_reference(
     exp_avg_sqs: Tensors,
     steps: Tensors,
     masters: Tensors | None,
-    grad_scale: torch.Tensor,
+    grad_divisor: torch.Tensor,
     skip: torch.Tensor,
     options: AdamWOptions,
 ) -> None:
@@ -28,7 +28,7 @@ def adamw_reference(
         zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)
     ):
         master = param if masters is None else masters[i]
-        g = grad.to(m.dtype) * grad_scale
+        g = grad.to(m.dtype) / grad_divisor
         next_step = step + 1
         next_m = options.beta1 * m + (1 - options.beta1) * g
         next_v = options.beta2 * v + (1 - options.beta2) * g * g

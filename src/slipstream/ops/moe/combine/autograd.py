@@ -35,14 +35,15 @@ class _Combine(torch.autograd.Function):
         wide, position_TK = compute_dtype(y_ND), position_N.view(weight_TK.shape)
         out_TD = torch.zeros(weight_TK.shape[0], y_ND.shape[1], dtype=wide, device=y_ND.device)
         for weight_T, position_T in zip(weight_TK.unbind(1), position_TK.unbind(1), strict=True):
-            # Out of place: torch 2.11's compiler loses the gradient of a sum built in place here.
+            # Not in place: torch 2.11's compiler then loses the gradient, without an error.
             out_TD = out_TD + weight_T.to(wide)[:, None] * y_ND[position_T]
         for extra in (shared_TD, residual_TD):
             if extra is not None:
                 out_TD = out_TD + extra
         ctx.save_for_backward(y_ND, weight_TK, order_N, position_N)
         ctx.extras = [None if t is None else t.dtype for t in (residual_TD, shared_TD)]
-        return out_TD.to(y_ND.dtype)
+        # Nor for a cast that changes nothing, for the same reason.
+        return out_TD if wide == y_ND.dtype else out_TD.to(y_ND.dtype)
 
     @staticmethod
     @once_differentiable
