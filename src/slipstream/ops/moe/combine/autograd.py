@@ -36,7 +36,7 @@ class _Combine(torch.autograd.Function):
         out_TD = torch.zeros(weight_TK.shape[0], y_ND.shape[1], dtype=wide, device=y_ND.device)
         for weight_T, position_T in zip(weight_TK.unbind(1), position_TK.unbind(1), strict=True):
             # Not in place: torch 2.11's compiler then loses the gradient, without an error.
-            out_TD = out_TD + weight_T.to(wide)[:, None] * y_ND[position_T]
+            out_TD = out_TD + weight_T.to(wide)[:, None] * y_ND.index_select(0, position_T)
         for extra in (shared_TD, residual_TD):
             if extra is not None:
                 out_TD = out_TD + extra
@@ -53,11 +53,15 @@ class _Combine(torch.autograd.Function):
         (dout_TD,) = grads
         y_ND, weight_TK, order_N, position_N = ctx.saved_tensors
         wide, position_TK = compute_dtype(y_ND), position_N.view(weight_TK.shape)
-        rows_ND = dout_TD[order_N // weight_TK.shape[1]].to(wide)
+        rows_ND = dout_TD.index_select(0, order_N // weight_TK.shape[1]).to(wide)
         dy_ND = (rows_ND * weight_TK.to(wide).flatten()[order_N][:, None]).to(y_ND.dtype)
         dout = dout_TD.to(wide)
         dweight_TK = torch.stack(
-            [(dout * y_ND[position_T]).sum(1) for position_T in position_TK.unbind(1)], dim=1
+            [
+                (dout * y_ND.index_select(0, position_T)).sum(1)
+                for position_T in position_TK.unbind(1)
+            ],
+            dim=1,
         )
         extras = [None if dtype is None else dout_TD.to(dtype) for dtype in ctx.extras]
         return dy_ND, dweight_TK.to(weight_TK.dtype), None, None, *extras

@@ -73,17 +73,17 @@ class _Experts(torch.autograd.Function):
         gate, up = h_NP.chunk(2, dim=-1) if gated else (h_NP, None)
         dgate, dup = activation_backward(gate, up, da_NF, gating)
         dh_NP = dgate if dup is None else torch.cat((dgate, dup), dim=-1)
-        dw13_EPD = grouped_outer(dh_NP, x_TD[order_N // top_k], ends)
+        dw13_EPD = grouped_outer(dh_NP, x_TD.index_select(0, order_N // top_k), ends)
         drows_ND = grouped_rows(dh_NP, w13_EPD, ends)
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         dx_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
         for position_T in position_N.view(-1, top_k).unbind(1):
-            dx_TD += drows_ND[position_T]
+            dx_TD += drows_ND.index_select(0, position_T)
         return dx_TD.to(x_TD.dtype), dw13_EPD, dw2_EDF, None, None, None
 
 
 def _gather(x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
-    return x_TD[routing.order_N // routing.top_k]
+    return x_TD.index_select(0, routing.order_N // routing.top_k)
 
 
 def _activate(h_NP: torch.Tensor, gating: str, gated: bool) -> torch.Tensor:
