@@ -161,6 +161,95 @@ def test_a_folder_that_is_no_run(verb: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("place", ["set", "set/runs/mine", "file/run"])
+def test_a_run_folder_where_none_can_be(place: str, copied: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    run = tmp_path / place
+    for extra in ((), ("--resume",)):
+        line = refused("train", MOE, f"data.path={copied}", "--run-dir", str(run), *extra)
+        assert f"--run-dir {run}: " in line
+        assert "give another folder" in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_flipped_bit_in_a_checkpoint(run: Path, corpus: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    file = find(copy / "checkpoints")[-1].path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    longer = ("train.steps=20", "--resume")
+    for verb in (
+        ("train", MOE, f"data.path={corpus}", "--run-dir", str(copy), *longer),
+        ("sample", str(copy)),
+        ("export", str(copy), "--to", str(tmp_path / "hf")),
+    ):
+        line = refused(*verb)
+        assert f"{file}: is not what was written" in line
+        assert "delete" in line
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_damaged_line_of_metrics(run: Path, corpus: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    metrics = copy / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]) + "\n")
+    before = metrics.read_bytes()
+    for verb in (
+        ("train", MOE, f"data.path={corpus}", "--run-dir", str(copy), "--resume"),
+        ("report", str(copy)),
+    ):
+        assert f"{metrics}: line 2 is not JSON" in refused(*verb)
+    assert metrics.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[[["], ids=["not-utf8", "not-json"])
+def test_a_damaged_tokenizer_file(content: bytes, run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    (copy / "tokenizer.json").write_bytes(content)
+    assert str(copy) in refused("sample", str(copy))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("below.txt/loss.svg", "could not be written"),
+        ("none/loss.svg", "could not be written"),
+        ("loss.doc", "end its name in .svg or .png"),
+        ("loss", "end its name in .svg or .png"),
+    ],
+)
+def test_a_figure_that_cannot_be_written_costs_only_the_figure(
+    name: str, part: str, run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "below.txt").write_text("mine")
+    done = slipstream("report", str(run), "--figure", str(tmp_path / name))
+    assert done.returncode == 2
+    assert "tokens/s" in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert str(tmp_path / name) in line
+    assert part in line
+
+
+def test_a_report_of_a_read_only_run_prints_its_table(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+
+    def read_only(_: object, out: Path) -> None:
+        raise OSError(30, "Read-only file system", str(out))
+
+    monkeypatch.setattr(figure, "savefig", read_only)
+    done = slipstream("report", str(run))
+    assert done.returncode == 2
+    assert "tokens/s" in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert f"{run / 'loss.svg'}: the loss curve could not be written: Read-only" in line
+    assert "--figure" in line
+
+
 def test_an_empty_prompt_and_a_wrong_temperature(run: Path) -> None:
     assert "--prompt is empty" in refused("sample", str(run), "--prompt", "")
     assert "--temperature" in refused("sample", str(run), "--temperature", "-1")

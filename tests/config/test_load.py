@@ -75,7 +75,7 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("train.steps=many", r"train\.steps = 'many': Input should be a valid integer"),
+        ("train.steps=many", r"train\.steps = 'many': must be a whole number \(an integer\)"),
         ("train.steps=0", r"train\.steps = 0: .*greater than 0"),
         ("optim.lr=-1", r"optim\.lr = -1: .*greater than 0"),
         ("train.dtype=fp8", r"train\.dtype = 'fp8': .*'auto', 'bf16' or 'fp32'"),

@@ -249,7 +249,6 @@ def test_rope_written_in_both_dialects_means_the_same() -> None:
         (3, [], [2]),
         (1, [0, 1], [2, 3]),
         (1, [0, 2], [1, 3]),
-        (1, [0, 1, 2, 3], []),
     ],
 )
 def test_sparse_layers(step: int, dense: list[int], expected: list[int]) -> None:
@@ -257,3 +256,9 @@ def test_sparse_layers(step: int, dense: list[int], expected: list[int]) -> None
     assert [layer for layer in range(4) if config.is_moe(layer)] == expected
     again = FAMILIES["qwen3_moe"].read(FAMILIES["qwen3_moe"].write(config), "config.json")
     assert again == config
+
+
+@pytest.mark.parametrize(("step", "dense"), [(1, [0, 1, 2, 3]), (5, []), (2, [1, 3])])
+def test_a_moe_model_without_a_sparse_layer_is_refused(step: int, dense: list[int]) -> None:
+    with pytest.raises(ConfigError, match="leaves no MoE layer of num_layers = 4"):
+        read("qwen3_moe", decoder_sparse_step=step, mlp_only_layers=dense)

@@ -94,19 +94,13 @@ def test_forget_step_drops_the_load_only() -> None:
     assert block.steps.item() == 1
 
 
-def test_reduce_is_called_once_with_everything() -> None:
+def test_counters_of_all_ranks_close_the_step() -> None:
     block = build(expert_bias=True, window=1)
     block(inputs())
     load, demand, rerouted = (counter.clone() for counter in block.stats())
-    calls = []
-
-    def reduce(packed: torch.Tensor) -> torch.Tensor:
-        calls.append(packed.clone())
-        return 2 * packed
-
-    summed = block.end_step(reduce)
-    assert len(calls) == 1
-    assert torch.equal(calls[0], torch.cat((load, demand, rerouted[None])))
+    counters = block.counters()
+    assert torch.equal(counters, torch.cat((load, demand, rerouted[None])))
+    summed = block.end_step(2 * counters)
     assert torch.equal(summed.load_E, 2 * load)
     assert torch.equal(block.smoothed_E, 2 * demand)
     assert summed.rerouted.shape == ()

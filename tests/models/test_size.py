@@ -22,6 +22,15 @@ MOE = st.fixed_dictionaries(
         "expert_bias": BOOL,
     }
 )
+
+
+def with_a_moe_layer(values: dict[str, Any]) -> dict[str, Any]:
+    moe = values["moe"]
+    if moe is None:
+        return values
+    return values | {"moe": moe | {"first_dense": moe["first_dense"] % values["num_layers"]}}
+
+
 CONFIGS = st.fixed_dictionaries(
     {
         "vocab_size": st.integers(1, 40),
@@ -41,7 +50,7 @@ CONFIGS = st.fixed_dictionaries(
         "tie_embeddings": BOOL,
         "moe": st.none() | MOE,
     }
-)
+).map(with_a_moe_layer)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

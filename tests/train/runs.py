@@ -57,9 +57,10 @@ def torchrun(ranks: int, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def start(*args: str) -> subprocess.Popen[str]:
+def start(*args: str, ranks: int = 1) -> subprocess.Popen[str]:
+    launcher = (*TORCHRUN, str(ranks)) if ranks > 1 else ()
     return subprocess.Popen(
-        [sys.executable, "-m", "slipstream", *args],
+        [sys.executable, *launcher, "-m", "slipstream", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

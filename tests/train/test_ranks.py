@@ -1,5 +1,6 @@
 """Two ranks train what one rank trains."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from slipstream.train import load_model
 from slipstream.train.checkpoint import find
-from tests.train.runs import arguments, records, slipstream, torchrun
+from tests.train.runs import arguments, records, slipstream, start, stop_at_step, torchrun
 
 # Adam divides a gradient by its own size: where that is far below eps the update stays in
 # proportion to the gradient, and so does a rounding error; at 1e-8 noise alone decides signs.
@@ -56,3 +57,19 @@ def test_a_batch_ranks_cannot_share_is_refused(corpus: Path, tmp_path: Path) -> 
     assert done.returncode != 0
     assert "train.tokens_per_step = 96 is 3 sequences, which 2 ranks cannot share" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_two_ranks_stop_on_sigterm_and_resume_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert torchrun(2, *arguments("moe", corpus, whole)).returncode == 0
+    process = start(*arguments("moe", corpus, run, "checkpoint.every=0"), ranks=2)
+    stop_at_step(process, run, 3, signal.SIGTERM)
+    (saved,) = find(run / "checkpoints")
+    assert saved.meta.world == 2
+    assert 3 <= saved.meta.step < 12
+    done = torchrun(2, *arguments("moe", corpus, run, "checkpoint.every=3"), "--resume")
+    assert done.returncode == 0, done.stderr
+    assert records(run) == records(whole)
+    weights = load_model(run).state_dict()
+    for name, value in load_model(whole).state_dict().items():
+        assert torch.equal(weights[name], value), name

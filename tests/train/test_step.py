@@ -10,7 +10,7 @@ from slipstream.errors import ConfigError
 from slipstream.models import ModelConfig, MoEConfig, Transformer
 from slipstream.parallel import Ranks
 from slipstream.train.config import OptimConfig, TrainConfig
-from slipstream.train.guard import first_bad_place
+from slipstream.train.guard import BadPlace, earliest, first_bad_place
 from slipstream.train.optimizer import AdamW
 from slipstream.train.phases import PHASES, PhaseTimer
 from slipstream.train.step import TrainStep, split
@@ -132,9 +132,11 @@ def test_a_step_that_is_not_finite_changes_nothing(bad: float) -> None:
     for name, state in step.optimizer.state.items():
         for key, value in state.items():
             assert torch.equal(value, moments[name][key]), (name, key)
-    assert float(model.layers[0].moe.load_E.sum()) == 0
     place = first_bad_place(model, batch, 0, ALONE.device)
-    assert place == "output of layers.1.attention"
+    assert str(place) == "output of layers.1.attention"
+    # Neither the skipped step nor the search for the place counts as load.
+    for moe in model.moe_layers().values():
+        assert float(moe.load_E.sum()) == float(moe.demand_E.sum()) == 0
     handle.remove()
     step.optimizer.zero_grad()
     assert not step.run(batch, lr=1e-3).skipped
@@ -149,7 +151,16 @@ def test_a_bad_gradient_is_named_nearest_the_loss() -> None:
     )
     assert step.run(batch, lr=1e-3).skipped
     handle.remove()
-    assert first_bad_place(model, batch, 0, ALONE.device) == "gradient of layers.0.mlp.w13.weight"
+    place = first_bad_place(model, batch, 0, ALONE.device)
+    assert str(place) == "gradient of layers.0.mlp.w13.weight"
+
+
+def test_a_cause_on_one_rank_comes_before_the_gradients_it_spoils_on_all() -> None:
+    gradient = BadPlace(kind="gradient", name="norm.weight")
+    output = BadPlace(kind="output", name="layers.0.attention")
+    weights = BadPlace(kind="weights", name="embed.weight")
+    assert earliest([gradient, output, gradient]) == output
+    assert earliest([output, weights]) == weights
 
 
 def test_a_bad_weight_is_named_first() -> None:
@@ -157,7 +168,7 @@ def test_a_bad_weight_is_named_first() -> None:
     with torch.no_grad():
         model.layers[1].mlp.w13.weight[0, 0] = math.nan
     place = first_bad_place(model, make_batch(), 2, ALONE.device)
-    assert place == "weights of layers.1.mlp.w13.weight"
+    assert str(place) == "weights of layers.1.mlp.w13.weight"
 
 
 def test_expert_load_is_counted_over_micro_batches() -> None:

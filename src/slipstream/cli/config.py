@@ -1,14 +1,15 @@
 """``slipstream config``: what a recipe resolves to, and the schema editors complete from."""
 
 import json
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tomli_w
 import typer
 
-from slipstream.config import difference, load, to_toml
-from slipstream.train.config import RunConfig
+from slipstream.config import difference, to_toml
+from slipstream.train.config import RunConfig, load_run_config
 
 app = typer.Typer(
     no_args_is_help=True, help="Show the resolved config of a recipe, or the JSON schema."
@@ -24,7 +25,7 @@ def show(
     diff: Annotated[bool, typer.Option("--diff", help="Only what differs from defaults.")] = False,
 ) -> None:
     """Print the config a recipe and its overrides resolve to, as TOML."""
-    config = load(RunConfig, recipe, overrides or ())
+    config = load_run_config(recipe, overrides or [])
     text = tomli_w.dumps(difference(config)) if diff else to_toml(config)
     print(text, end="")
 
@@ -32,4 +33,19 @@ def show(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of recipes (an editor completes and checks them with it)."""
-    print(json.dumps(RunConfig.model_json_schema(), indent=2))
+    text = json.dumps(_portable(RunConfig.model_json_schema()), indent=2, allow_nan=False)
+    print(text)
+
+
+def _portable(node: Any) -> Any:
+    # JSON has no infinity and an editor refuses a schema that holds one, so such a default is left
+    # out. Releases of pydantic differ in writing 0 or 0.0; the schema shall not.
+    if isinstance(node, dict):
+        return {key: _portable(value) for key, value in node.items() if not _is_infinite(value)}
+    if isinstance(node, list):
+        return [_portable(value) for value in node]
+    return int(node) if isinstance(node, float) and node.is_integer() else node
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

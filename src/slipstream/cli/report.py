@@ -24,5 +24,9 @@ def report(
     table = Table(show_header=False, box=None, title=f"run {run}", title_justify="left")
     for name, text in summary.lines():
         table.add_row(name, text)
-    Console(soft_wrap=True).print(table)
+    console = Console(soft_wrap=True)
+    # Printed by us: rich ends the process with 1 where the reader of a pipe has gone.
+    with console.capture() as text:
+        console.print(table)
+    print(text.get(), end="", flush=True)
     print(f"loss curve: {loss_curve(run, figure or run / 'loss.svg')}")

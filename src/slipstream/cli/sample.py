@@ -8,7 +8,7 @@ import typer
 
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.errors import ConfigError
-from slipstream.models.generate import generate
+from slipstream.models.generate import check_sampling, generate
 from slipstream.train import load_trained
 
 app = typer.Typer(help="Continue a prompt with a trained model.")
@@ -20,14 +20,15 @@ def sample(
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 200,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Sample from this much probability.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from this much probability; 1: all.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling, 0 or more.")] = 0,
     checkpoint: Annotated[str, typer.Option(help="latest or best.")] = "latest",
     tokenizer: Annotated[
         Path | None, typer.Option(help="tokenizer.json, if the folder has none.")
     ] = None,
 ) -> None:
     """Continue a prompt with a trained model; prints the prompt and what follows."""
+    check_sampling(temperature, top_p, seed)
     if checkpoint not in ("latest", "best"):
         raise ConfigError(f"--checkpoint {checkpoint}: expected latest or best")
     trained = load_trained(run, checkpoint)

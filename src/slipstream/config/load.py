@@ -1,7 +1,6 @@
 """Load a recipe: TOML file, then overrides, then one validation with errors that name the key.
 
-A key that does not exist is reported with the nearest one that does. Values of overrides are read
-as TOML (``1e-3``, ``true``, ``[1, 2]``), and as plain text where that fails.
+A key that does not exist is reported with the nearest one that does.
 """
 
 import difflib
@@ -12,6 +11,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from slipstream.config.overrides import parse_overrides
+from slipstream.config.problems import describe
 from slipstream.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
@@ -22,49 +23,51 @@ def load(cls: type[ConfigT], path: Path | None, overrides: Iterable[str] = ()) -
 
     Raises ConfigError for an unreadable file, bad TOML, an unknown key or a wrong value.
     """
+    overrides = tuple(overrides)
+    return validate(cls, read(cls, path, overrides), source_of(path), overrides)
+
+
+def read(cls: type[BaseModel], path: Path | None, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The values of a recipe with ``overrides`` on top, keys checked against ``cls``.
+
+    Raises ConfigError for an unreadable file, bad TOML or an unknown key.
+    """
     values = {} if path is None else read_toml(path)
-    _reject_unknown(cls, values, str(path))
-    changes = parse_overrides(overrides)
+    _reject_unknown(cls, values, source_of(path))
+    changes = parse_overrides(overrides, keys_of(cls))
     _reject_unknown(cls, changes, "override")
-    return validate(cls, overlay(values, changes), "defaults" if path is None else str(path))
+    return overlay(values, changes)
+
+
+def source_of(path: Path | None) -> str:
+    """What errors call the recipe at ``path``."""
+    return "defaults" if path is None else str(path)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file; ConfigError says what is wrong and on which line."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        # Some editors begin a file with a byte order mark.
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such recipe; give the path of a .toml file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
-def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """``["optim.lr=3e-4"]`` to ``{"optim": {"lr": 0.0003}}``; a later one wins."""
-    tree: dict[str, Any] = {}
-    for item in overrides:
-        key, equals, text = item.partition("=")
-        if not equals or not all(key.strip().split(".")):
-            raise ConfigError(f"override {item!r}: write section.key=value, as in optim.lr=3e-4")
-        *parents, leaf = key.strip().split(".")
-        table = tree
-        for name in parents:
-            table = table.setdefault(name, {})
-            if not isinstance(table, dict):
-                raise ConfigError(f"override {item!r}: {name} is already set to a plain value")
-        table[leaf] = _parse_value(text)
-    return tree
+def validate(
+    cls: type[ConfigT], values: Mapping[str, Any], source: str, overrides: Iterable[str] = ()
+) -> ConfigT:
+    """Build ``cls`` from ``values``; every problem is listed in one ConfigError naming its key.
 
-
-def validate(cls: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT:
-    """Build ``cls`` from ``values``; every problem is listed in one ConfigError naming its key."""
+    Values are said to come from ``source``, those that ``overrides`` set from their override.
+    """
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors(include_url=False)]
-        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+        raise ConfigError(describe(error, source, overrides)) from None
 
 
 def overlay(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -96,13 +99,6 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _parse_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text.strip()
-
-
 def _reject_unknown(cls: type[BaseModel], values: Mapping[str, Any], source: str) -> None:
     known = keys_of(cls)
     for key in _dotted(values, known):
@@ -124,12 +120,3 @@ def _dotted(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "
         )
         keys += _dotted(value, known, key + ".") if open_table and value else [key]
     return keys
-
-
-def _explain(item: Any) -> str:
-    key = ".".join(str(part) for part in item["loc"]) or "recipe"
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "missing":
-        return f"{key} is required"
-    given = "" if isinstance(item["input"], dict) else f" = {item['input']!r}"
-    return f"{key}{given}: {message}"

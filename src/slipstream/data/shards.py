@@ -6,6 +6,7 @@ is found when a set is opened, never in the middle of a run.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +44,8 @@ class SetInfo:
     """``Tokenizer.hash`` of the tokenizer."""
     bytes_per_token: float | None = None
     """UTF-8 bytes of text per token, end-of-text tokens counted as tokens."""
+    content_hash: str | None = None
+    """Hash over the hashes of the split's shards: another text has another."""
 
 
 class ShardSet:
@@ -55,6 +58,7 @@ class ShardSet:
         self.vocab_size = info.vocab_size
         self.tokenizer_hash = info.tokenizer_hash
         self.bytes_per_token = info.bytes_per_token
+        self.content_hash = info.content_hash
         self.has_documents = document_starts is not None
         self.document_starts = _NO_DOCUMENTS if document_starts is None else document_starts
         """Sorted int64 token offsets at which documents begin; empty for raw .bin files."""
@@ -158,6 +162,7 @@ def _open_prepared(root: Path, split: Split, verify: Verify) -> ShardSet:
         vocab_size=manifest.tokenizer.vocab_size,
         tokenizer_hash=manifest.tokenizer.hash,
         bytes_per_token=sum(shard.bytes_of_text for shard in entry.shards) / tokens,
+        content_hash=sha256("".join(shard.sha256 for shard in entry.shards).encode()).hexdigest(),
     )
     return ShardSet(files, info, _map_documents(root, entry))
 

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from slipstream.config import Config
+from slipstream.config import Config, FloatOrInf
 from slipstream.ops.activation import Activation
 from slipstream.ops.moe.route import AuxScope, Score
 from slipstream.ops.norm import CastOrder, NormKind
@@ -30,21 +30,39 @@ class RopeConfig(Config):
     """yarn: dimensions that turn more often than this over original_len are kept."""
     beta_slow: PositiveFloat = 1.0
     """yarn: dimensions that turn less often than this are stretched by factor."""
-    attention_factor: float | None = None
+    attention_factor: PositiveFloat | None = None
     """Multiplier of cos and sin; unset: the formula of the scaling."""
-    long_factor: tuple[float, ...] = ()
+    long_factor: tuple[PositiveFloat, ...] = ()
     """longrope: divisors beyond original_len, one per pair of features."""
-    short_factor: tuple[float, ...] = ()
+    short_factor: tuple[PositiveFloat, ...] = ()
     """longrope: divisors up to original_len, one per pair of features."""
     fraction: float = Field(1.0, gt=0.0, le=1.0)
     """Share of each head that is rotated."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        # Each of these would divide by zero in the formula of its scaling.
+        if self.scaling == "yarn" and self.theta <= 1.0:
+            raise ValueError(f"theta = {self.theta} must be above 1 with scaling = yarn; raise it")
+        if self.scaling == "longrope" and self.original_len <= 1:
+            raise ValueError(
+                f"original_len = {self.original_len} must be above 1 with scaling = longrope; "
+                "set it to the context length before extension"
+            )
+        if self.scaling == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor = {self.low_freq_factor} must be below high_freq_factor = "
+                f"{self.high_freq_factor} with scaling = llama3; lower the former"
+            )
+        return self
 
 
 class BalanceConfig(Config):
     """Load balancing inside routing: experts above the threshold shed their weakest slots."""
 
-    threshold: float = Field(float("inf"), ge=1.0)
-    """Multiple of the mean load an expert may carry; inf turns balancing off."""
+    threshold: FloatOrInf = Field(float("inf"), ge=1.0)
+    """Multiple of the mean load an expert may carry; inf turns balancing off. Counted in each
+    micro-batch of each rank, so which slots move depends on how a step is split."""
     window: PositiveInt = 32
     """Steps over which the load is smoothed."""
     ramp: PositiveInt = 100
@@ -87,7 +105,8 @@ class MoEConfig(Config):
     aux_loss: float = Field(0.0, ge=0.0)
     """Coefficient of the balance loss."""
     aux_scope: AuxScope = "sequence"
-    """What that loss averages over: each sequence, or the batch of a micro-step."""
+    """What that loss averages over: each sequence, or (batch) a whole micro-batch of one rank; the
+    latter depends on how a step is split over ranks and micro-batches, the former does not."""
     z_loss: float = Field(0.0, ge=0.0)
     """Coefficient of the mean squared logsumexp of the router logits."""
     balance: BalanceConfig = BalanceConfig()
@@ -177,16 +196,37 @@ class ModelConfig(Config):
             raise ValueError(
                 f"num_heads = {self.num_heads} is not divisible by num_kv_heads = {self.kv_heads}"
             )
-        if self.rotary_dim % 2:
-            raise ValueError(
-                f"rope turns {self.rotary_dim} features of a head; make that an even number"
-            )
-        if self.rope.scaling == "longrope":
-            pairs = self.rotary_dim // 2
-            for name in ("long_factor", "short_factor"):
-                if len(getattr(self.rope, name)) != pairs:
-                    raise ValueError(f"rope.{name} needs {pairs} numbers")
+        self._check_rope()
+        self._check_moe()
         return self
+
+    def _check_rope(self) -> None:
+        rope, turned = self.rope, self.rotary_dim
+        least = 4 if rope.scaling == "dynamic" else 2
+        if turned < least and rope.fraction < 1.0:
+            raise ValueError(
+                f"rope.fraction = {rope.fraction} turns {turned} of the {self.head_width} features "
+                f"of a head, {least} are needed with rope.scaling = {rope.scaling}; "
+                "raise rope.fraction or head_dim"
+            )
+        if turned % 2:
+            raise ValueError(f"rope turns {turned} features of a head; make that an even number")
+        if turned < least:
+            raise ValueError(
+                f"rope turns the {turned} features of a head, {least} are needed with "
+                f"rope.scaling = {rope.scaling}; raise head_dim"
+            )
+        if rope.scaling == "longrope":
+            for name in ("long_factor", "short_factor"):
+                if len(getattr(rope, name)) != turned // 2:
+                    raise ValueError(f"rope.{name} needs {turned // 2} numbers")
+
+    def _check_moe(self) -> None:
+        if self.moe is not None and not any(map(self.is_moe, range(self.num_layers))):
+            raise ValueError(
+                f"moe.first_dense = {self.moe.first_dense} leaves no MoE layer of num_layers = "
+                f"{self.num_layers}; lower it, or leave out moe for a dense model"
+            )
 
     @property
     def kv_heads(self) -> int:

@@ -130,10 +130,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset(name: str) -> dict[str, Any]:
+def preset(name: Any) -> dict[str, Any]:
     """Values of ModelConfig for a published model; ConfigError names the nearest one."""
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
+    if not isinstance(name, str) or name not in PRESETS:
+        near = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"presets are {', '.join(PRESETS)}"
         raise ConfigError(f"preset {name!r} does not exist; {hint}")
     return copy.deepcopy(PRESETS[name])

@@ -92,7 +92,7 @@ class Transformer(nn.Module):
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
         self.token_loss = TokenLoss(label_smoothing=label_smoothing, softcap=config.logit_softcap)
         self.compute_dtype: torch.dtype | None = None
-        self._tables: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         self.reset_parameters()
 
     def forward(
@@ -143,10 +143,15 @@ class Transformer(nn.Module):
         return {name: m for name, m in self.named_modules() if isinstance(m, MoE)}
 
     def _rope(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        key = (length, device)
-        if key not in self._tables:
+        # Row t is the same in every table of its kind, so the longest one serves all lengths; one
+        # table per length would be kept for every token that generate adds.
+        kind = _table_kind(self.config, length)
+        key = (kind, device)
+        rows = len(self._tables[key][0]) if key in self._tables else 0
+        if rows < length or (kind == "grown" and rows != length):
             self._tables[key] = rope_tables(self.config.rope_spec(), length, device)
-        return self._tables[key]
+        cos, sin = self._tables[key]
+        return cos[:length], sin[:length]
 
     def reset_parameters(self) -> None:
         """Initial weights from the default random generator of each parameter's device."""
@@ -159,6 +164,15 @@ class Transformer(nn.Module):
         self.norm.reset_parameters()
         if self.head is not None:
             self.head.reset_parameters(std)
+
+
+def _table_kind(config: ModelConfig, length: int) -> str:
+    # Which frequencies a sequence of this length turns with: one set within the original context;
+    # beyond it longrope has a second set, and dynamic one for each length.
+    rope = config.rope
+    if rope.scaling not in ("dynamic", "longrope") or length <= rope.original_len:
+        return "original"
+    return "extended" if rope.scaling == "longrope" else "grown"
 
 
 def _norm(config: ModelConfig) -> Norm:

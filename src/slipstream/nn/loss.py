@@ -20,7 +20,10 @@ class LossSums(NamedTuple):
 
 
 class TokenLoss(torch.nn.Module):
-    """Cross entropy of hidden states against next tokens through the output embedding."""
+    """Cross entropy of hidden states against next tokens through the output embedding.
+
+    Label smoothing is for training only: an evaluation reports the plain cross entropy.
+    """
 
     def __init__(self, *, label_smoothing: float = 0.0, softcap: float | None = None) -> None:
         super().__init__()
@@ -35,7 +38,7 @@ class TokenLoss(torch.nn.Module):
             hidden_BLD.flatten(0, 1),
             w_VD,
             targets_T,
-            label_smoothing=self.label_smoothing,
+            label_smoothing=self.label_smoothing if self.training else 0.0,
             softcap=self.softcap,
         )
         kept_T = targets_T != IGNORE_INDEX

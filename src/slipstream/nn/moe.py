@@ -5,7 +5,6 @@ the load of a step; ``end_step`` turns it, summed over ranks, into the next step
 smoothed load.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -123,12 +122,15 @@ class MoE(nn.Module):
         """This rank's load since the last ``end_step``."""
         return MoEStats(self.load_E, self.demand_E, self.rerouted)
 
+    def counters(self) -> torch.Tensor:
+        """This rank's load since the last ``end_step``, one new vector to sum over ranks."""
+        return torch.cat((self.load_E, self.demand_E, self.rerouted[None]))
+
     @torch.no_grad()
-    def end_step(self, reduce: Callable[[torch.Tensor], torch.Tensor] | None = None) -> MoEStats:
-        """Close a step: ``reduce`` sums a vector over ranks; returns the summed load."""
+    def end_step(self, counters: torch.Tensor | None = None) -> MoEStats:
+        """Close a step with the ``counters`` of all ranks (None: this one's); returns the load."""
         experts = self.load_E.numel()
-        packed = torch.cat((self.load_E, self.demand_E, self.rerouted[None]))
-        packed = packed if reduce is None else reduce(packed)
+        packed = self.counters() if counters is None else counters
         load_E, demand_E, rerouted = packed.split([experts, experts, 1])
         if self.expert_bias_E is not None:
             self.expert_bias_E += self.bias_update_rate * (load_E.mean() - load_E).sign()

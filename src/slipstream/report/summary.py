@@ -8,6 +8,10 @@ from slipstream.errors import CheckpointError
 from slipstream.train.metrics import Record, read_metrics
 
 WARMUP_STEPS = 5
+PHASES = ("data", "forward", "backward", "optimizer")
+_STEP_KEYS = {"tokens", "loss", "skipped", "time"}
+_TIME_KEYS = {"tok_per_s", "step_ms", "peak_gib", "mfu", *(f"{name}_ms" for name in PHASES)}
+_EVALUATION_KEYS = {"val_loss", "val_nats_per_byte"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +80,7 @@ def summarise(run: Path) -> Summary:
         best_val_loss=min(val_losses, default=None),
         tok_per_s=_median(timed, "tok_per_s"),
         step_ms=_median(timed, "step_ms"),
-        phases_ms={
-            name: _median(timed, f"{name}_ms")
-            for name in ("data", "forward", "backward", "optimizer")
-        },
+        phases_ms={name: _median(timed, f"{name}_ms") for name in PHASES},
         peak_gib=max(s["time"]["peak_gib"] for s in steps),
         mfu=median(mfus) if mfus else None,
         skipped=sum(s["skipped"] for s in steps),
@@ -88,7 +89,7 @@ def summarise(run: Path) -> Summary:
 
 
 def read_run(run: Path) -> tuple[list[Record], list[Record]]:
-    """Step records and evaluation records of a run folder."""
+    """Step records and evaluation records of a run folder; CheckpointError."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise CheckpointError(f"{path}: not there; give the folder of a run")
@@ -96,7 +97,22 @@ def read_run(run: Path) -> tuple[list[Record], list[Record]]:
     steps = [record for record in records if "loss" in record]
     if not steps:
         raise CheckpointError(f"{path}: has no finished step yet")
-    return steps, [record for record in records if "val_loss" in record]
+    evaluations = [record for record in records if "val_loss" in record]
+    for step in steps:
+        _require(path, step, step, _STEP_KEYS)
+        _require(path, step, step["time"], _TIME_KEYS)
+    for evaluation in evaluations:
+        _require(path, evaluation, evaluation, _EVALUATION_KEYS)
+    return steps, evaluations
+
+
+def _require(path: Path, record: Record, part: object, keys: set[str]) -> None:
+    missing = keys - part.keys() if isinstance(part, dict) else keys
+    if missing:
+        raise CheckpointError(
+            f"{path}: the record of step {record['step']} lacks {', '.join(sorted(missing))}; "
+            "delete that line, or give a run of this version"
+        )
 
 
 def _median(records: list[Record], name: str) -> float:

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from slipstream.config import Config, load, overlay
+from slipstream.config import Config, FloatOrInf, overlay, read, source_of, validate
 from slipstream.data.config import DataConfig
+from slipstream.errors import ConfigError
 from slipstream.models.config import ModelConfig
 from slipstream.models.folder import read_model_config
 from slipstream.models.presets import preset
@@ -25,7 +26,10 @@ class RecipeModelConfig(ModelConfig):
     def _expand(cls, values: Any) -> Any:
         if not isinstance(values, dict) or values.get("preset") is None:
             return values
-        return overlay(preset(values["preset"]), values)
+        try:
+            return overlay(preset(values["preset"]), values)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
 
     def plain(self) -> ModelConfig:
         """The model without the name of its preset."""
@@ -41,7 +45,7 @@ class TrainConfig(Config):
     """Tokens of one optimizer step over all ranks; a multiple of data.seq_len."""
     micro_batch: int = Field(0, ge=0)
     """Sequences per rank and forward pass; 0: the rank's whole share of a step at once."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and the order of the data."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of activations and matrix products; weights stay fp32. auto: bf16 on GPUs that have
@@ -57,7 +61,7 @@ class TrainConfig(Config):
     z_loss: float = Field(0.0, ge=0.0)
     """Coefficient of the mean squared logsumexp of the logits."""
     label_smoothing: float = Field(0.0, ge=0.0, lt=1.0)
-    """Share of the target's probability spread over the vocabulary."""
+    """Share of the target's probability spread over the vocabulary; validation has none."""
     log_every: PositiveInt = 10
     """Steps between console lines; metrics.jsonl has every step."""
     max_skipped: PositiveInt = 5
@@ -85,7 +89,7 @@ class OptimConfig(Config):
     """Added to the root of the second moment."""
     weight_decay: float = Field(0.1, ge=0.0)
     """Decoupled decay of matrices; vectors (norms, biases) are not decayed."""
-    clip: PositiveFloat = 1.0
+    clip: FloatOrInf = Field(1.0, gt=0.0)
     """Largest gradient norm; inf turns clipping off."""
 
 
@@ -140,23 +144,18 @@ class RunConfig(Config):
     track: TrackConfig = TrackConfig()
     """Experiment trackers."""
 
-    @field_validator("train")
-    @classmethod
-    def _batch(cls, value: TrainConfig, info: Any) -> TrainConfig:
-        data = info.data.get("data")
-        if data is not None and value.tokens_per_step % data.seq_len:
-            raise ValueError(
-                f"tokens_per_step = {value.tokens_per_step} is not a multiple of "
-                f"data.seq_len = {data.seq_len}; change one of them"
-            )
-        return value
-
     @model_validator(mode="after")
     def _lengths(self) -> Self:
+        # About the whole, so that a default that does not fit a given value is seen too.
+        if self.train.tokens_per_step % self.data.seq_len:
+            raise ValueError(
+                f"train.tokens_per_step = {self.train.tokens_per_step} is not a multiple of "
+                f"data.seq_len = {self.data.seq_len}; change one of them"
+            )
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"data.seq_len = {self.data.seq_len} exceeds "
-                f"model.max_seq_len = {self.model.max_seq_len}; raise the latter"
+                f"model.max_seq_len = {self.model.max_seq_len}; lower the one or raise the other"
             )
         return self
 
@@ -167,10 +166,15 @@ class RunConfig(Config):
 
 
 def load_run_config(recipe: Path | None, overrides: list[str]) -> RunConfig:
-    """Read a recipe; with ``train.init_from`` and no [model] the folder's model is taken."""
-    config = load(RunConfig, recipe, overrides)
-    if config.train.init_from is None or "model" in config.model_fields_set:
-        return config
-    found = read_model_config(Path(config.train.init_from))
-    model = RecipeModelConfig.model_validate(found.model_dump())
-    return RunConfig.model_validate({**config.model_dump(), "model": model.model_dump()})
+    """Read a recipe; with ``train.init_from`` and no [model] the folder's model is taken.
+
+    Raises ConfigError, and CheckpointError for a folder that holds no model.
+    """
+    values, source = read(RunConfig, recipe, overrides), source_of(recipe)
+    train = values.get("train")
+    folder = train.get("init_from") if isinstance(train, dict) else None
+    # Before validation: the rules that join sections are about the model that will be trained.
+    if isinstance(folder, str) and "model" not in values:
+        values["model"] = read_model_config(Path(folder)).model_dump()
+        source = f"{source} with the model of {folder}"
+    return validate(RunConfig, values, source, overrides)

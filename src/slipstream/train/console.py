@@ -1,5 +1,6 @@
 """What a person sees while training: a progress bar on a terminal, plain lines elsewhere."""
 
+import os
 import sys
 import time
 from typing import Any
@@ -10,13 +11,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 Record = dict[str, Any]
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the view; rich would end the process."""
+        raise BrokenPipeError
+
+
 class ProgressView:
     """Rank 0's view of a run: a live bar if stdout is a terminal, one line per interval if not."""
 
     def __init__(self, steps: int, start: int, log_every: int, *, enabled: bool) -> None:
         self.steps, self.start, self.log_every, self.enabled = steps, start, log_every, enabled
         self._begin = time.perf_counter()
-        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._console = _Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         if enabled and self._console.is_terminal:
             self._bar = Progress(
@@ -31,8 +38,14 @@ class ProgressView:
 
     def say(self, text: str) -> None:
         """A line above the bar, or just a line."""
-        if self.enabled:
+        if not self.enabled:
+            return
+        try:
             self._console.print(text, markup=False)
+        except BrokenPipeError:
+            # Whoever read along has gone; that is no reason to stop training.
+            self.enabled = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def step(self, record: Record) -> None:
         """Show a finished step."""
@@ -54,15 +67,20 @@ class ProgressView:
 
 
 def _short(record: Record) -> str:
-    return f"loss {record['loss']:.3f}  {record['time']['tok_per_s']:,.0f} tok/s"
+    return f"loss {_number(record['loss'], 3)}  {record['time']['tok_per_s']:,.0f} tok/s"
+
+
+def _number(value: float | None, digits: int) -> str:
+    # A value that was not finite is null in the record.
+    return "nan" if value is None else f"{value:.{digits}f}"
 
 
 def _line(record: Record, steps: int, eta: str) -> str:
     clock = record["time"]
     parts = [
         f"step {record['step']}/{steps}",
-        f"loss {record['loss']:.4f}",
-        f"grad {record['grad_norm']:.2f}",
+        f"loss {_number(record['loss'], 4)}",
+        f"grad {_number(record['grad_norm'], 2)}",
         f"lr {record['lr']:.2e}",
         f"{clock['tok_per_s']:,.0f} tok/s",
         f"{clock['step_ms']:.0f} ms",

@@ -1,4 +1,4 @@
-"""Validation loss over a fixed set of windows, the same for any number of ranks."""
+"""Validation loss over the same fixed windows, however many ranks share them."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,8 @@ import torch
 from slipstream.data import ShardSet, sequential_batches
 from slipstream.models import Transformer
 from slipstream.parallel import Ranks
+from slipstream.train.config import RunConfig
+from slipstream.train.setup import check_vocabulary
 from slipstream.train.step import to_device
 
 
@@ -24,29 +26,30 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer,
-    shards: ShardSet,
-    ranks: Ranks,
-    *,
-    seq_len: int,
-    batch_size: int,
-    max_tokens: int,
-    mask_documents: bool,
-) -> Evaluation:
-    """Mean loss over the first ``max_tokens`` validation tokens."""
+    model: Transformer, shards: ShardSet, ranks: Ranks, config: RunConfig, stopping: list[str]
+) -> Evaluation | None:
+    """Mean loss over the first ``eval.tokens`` validation tokens, one sequence at least.
+
+    A process that is alone gives up and returns None once ``stopping`` is not empty.
+    """
     was_training = model.training
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    share = config.sequences_per_step // ranks.world
     batches = sequential_batches(
         shards,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        max_samples=max(1, max_tokens // seq_len),
+        seq_len=config.data.seq_len,
+        batch_size=config.train.micro_batch or share,
+        max_samples=max(1, config.eval.tokens // config.data.seq_len),
         rank=ranks.rank,
         world=ranks.world,
-        mask_documents=mask_documents,
+        mask_documents=config.data.mask_documents,
     )
     for batch in batches:
+        if stopping and ranks.world == 1:
+            model.train(was_training)
+            return None
+        check_vocabulary(config, shards, batch)
         loss = model(*to_device(batch, ranks.device)).loss
         sums += torch.stack((loss.nll.double(), loss.tokens.double()))
     nll, tokens = ranks.sum(sums).tolist()

@@ -32,7 +32,9 @@ def close_step(model: Transformer, ranks: Ranks, *, skipped: bool) -> MoELoad | 
         for layer in layers:
             layer.forget_step()
         return None
-    stats = [layer.end_step(ranks.sum) for layer in layers]
+    counters = torch.cat([layer.counters() for layer in layers])
+    parts = ranks.sum(counters).split([layer.counters().numel() for layer in layers])
+    stats = [layer.end_step(part) for layer, part in zip(layers, parts, strict=True)]
     load_SE = torch.stack([s.load_E for s in stats]).double()
     share_SE = load_SE / load_SE.sum(1, keepdim=True).clamp(min=1)
     entropy = torch.special.entr(share_SE).sum(1).mean() / math.log(max(2, share_SE.shape[1]))

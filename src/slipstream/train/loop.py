@@ -1,20 +1,20 @@
 """The training loop: steps, evaluation, checkpoints, metrics, and stopping in good order.
 
-``train`` is the whole of ``slipstream train``. Signals and failures on any rank are agreed on
-between ranks in the step's one reduction, so no rank is left waiting.
+``train`` is the whole of ``slipstream train``. Ranks agree on signals and on checkpoints that are
+done in a sum the step makes anyway, so none is left waiting.
 """
 
 import math
 import signal
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from slipstream.data import Batch
-from slipstream.errors import DataError, TrainingError
+from slipstream.errors import TrainingError
 from slipstream.hw import describe, peak_memory_bytes, reset_peak_memory
 from slipstream.models import size, train_flops_per_token
 from slipstream.parallel import Ranks, connect
@@ -23,8 +23,8 @@ from slipstream.train.checkpoint import Checkpoints, Meta, Saved
 from slipstream.train.config import RunConfig
 from slipstream.train.console import ProgressView
 from slipstream.train.evaluate import Evaluation, evaluate
-from slipstream.train.guard import first_bad_place
-from slipstream.train.metrics import MetricsFile, Record
+from slipstream.train.guard import earliest, first_bad_place
+from slipstream.train.metrics import MetricsFile, Record, read_metrics
 from slipstream.train.phases import PhaseTimer
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.schedule import learning_rate
@@ -32,12 +32,13 @@ from slipstream.train.setup import (
     build,
     build_loader,
     check_batch,
+    check_vocabulary,
     compute_dtype,
     make_deterministic,
     open_corpus,
 )
 from slipstream.train.step import StepResult, TrainStep
-from slipstream.train.trackers import flatten, start_trackers
+from slipstream.train.trackers import Tracker, check_trackers, flatten, start_trackers
 
 
 def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> None:
@@ -58,19 +59,20 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> None:
 class Run:
     """A run on this rank."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, ranks: Ranks, *, resume: bool) -> None:
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, ranks: Ranks, *, resume: bool
+    ) -> None:
         self.config, self.folder, self.ranks = config, folder, ranks
         folder.check(resume=resume)
         check_batch(config, ranks)
+        check_trackers(config.track)
         self.corpus = open_corpus(config)
         saved = folder.latest() if resume else None
         if saved is not None:
             self._check(saved)
-        changed = folder.changed_since(config) if resume else []
         self.parts = build(config, ranks)
         self.step = 0 if saved is None else saved.meta.step
-        first_sample = 0 if saved is None else saved.meta.next_sample
-        self.loader = build_loader(config, self.corpus, ranks, first_sample)
+        self.first_step = self.step
         self.timer = PhaseTimer(ranks.device)
         self.stepper = TrainStep(
             self.parts.model,
@@ -81,42 +83,59 @@ class Run:
             self.timer,
         )
         self.device = describe(ranks.device)
-        dtype = compute_dtype(config, ranks.device)
-        self.dtype = (
-            str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-        )
+        dtype = str(compute_dtype(config, ranks.device)).removeprefix("torch.")
+        self.dtype = dtype.replace("bfloat", "bf").replace("float", "fp")
         self.skipped_in_row = 0
-        self._open(saved, changed)
+        with ExitStack() as resources:
+            self._open(resources, saved, resume=resume)
+            self._resources = resources.pop_all()
 
     def _check(self, saved: Saved) -> None:
         checkpoint.check_model(saved, _model_values(self.config))
         if saved.meta.tokenizer_hash and self.corpus.train.tokenizer_hash:
             self.corpus.train.require_tokenizer(saved.meta.tokenizer_hash)
 
-    def _open(self, saved: Saved | None, changed: list[str]) -> None:
+    def _open(self, resources: ExitStack, saved: Saved | None, *, resume: bool) -> None:
         config, first = self.config, self.ranks.is_first
+        changed = self.folder.changed_since(config) if resume else []
+        sample = 0 if saved is None else saved.meta.next_sample
+        self.loader = build_loader(config, self.corpus, self.ranks, sample)
+        resources.callback(self.loader.close)
         self.ranks.barrier()
-        self.metrics: MetricsFile | None = None
         if first:
-            self.folder.start(config, self.corpus.tokenizer_file)
-            self.metrics = MetricsFile(self.folder.metrics, keep_up_to=self.step)
-        self.trackers = (
-            start_trackers(config.track, self.folder.path, config.model_dump(mode="json"))
-            if first
-            else []
-        )
+            self.folder.lock()
+            resources.callback(self.folder.unlock)
+            if self.step < config.train.steps:
+                self.folder.start(config, self.corpus.tokenizer_file)
+        self.metrics = MetricsFile(self.folder.metrics, keep_up_to=self.step) if first else None
+        if self.metrics is not None:
+            resources.callback(self.metrics.close)
+        self.trackers = self._trackers() if first else []
+        for tracker in self.trackers:
+            resources.callback(tracker.finish)
         self.view = ProgressView(
             config.train.steps, self.step, config.train.log_every, enabled=first
         )
+        resources.callback(self.view.close)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints,
             self.ranks,
             keep=config.checkpoint.keep,
             background=config.checkpoint.background,
         )
+        if self.ranks.world == 1:
+            # A run that fails still keeps the checkpoint it was writing; ranks that fail apart
+            # cannot agree on one.
+            resources.callback(self.checkpoints.wait)
         self._announce(changed)
         if saved is not None:
             self._restore(saved)
+        elif resume:
+            self.view.say(f"no checkpoint in {self.folder.path}: starting at step 0")
+
+    def _trackers(self) -> list[Tracker]:
+        values = self.config.model_dump(mode="json")
+        return start_trackers(self.config.track, self.folder.path, values, self.step)
 
     def _announce(self, changed: list[str]) -> None:
         count = size(self.config.model)
@@ -136,61 +155,76 @@ class Run:
             self.view.say(f"changed since the run began: {line}")
 
     def _restore(self, saved: Saved) -> None:
-        state = self._state()
-        key = f"rank{self.ranks.rank}"
-        same_ranks = saved.meta.world == self.ranks.world
-        if not same_ranks:
+        state, here = self._state(), self.ranks
+        key = f"rank{here.rank}"
+        known = checkpoint.has_rng(saved, here.rank, here.device)
+        whole = saved.meta.world == here.world and all(here.gather(known))
+        if not whole:
             del state["rng"]
-        checkpoint.load(saved, state, self.ranks)
-        if same_ranks:
-            checkpoint.set_rng_state(state["rng"][key], self.ranks.device)
+        checkpoint.load(saved, state, here)
+        if whole:
+            checkpoint.set_rng_state(state["rng"][key], here.device)
         self.view.say(f"resumed from {saved.path.name}")
-        if not same_ranks:
+        if not whole:
             self.view.say(
-                f"the checkpoint is of {saved.meta.world} ranks, this run has "
-                f"{self.ranks.world}: random states start anew, data goes on where it was"
+                f"the checkpoint is of {saved.meta.world} ranks, this run has {here.world} on "
+                f"{here.device.type}: random states start anew, data goes on where it was"
             )
+        seen = self.corpus.train
+        for line in checkpoint.check_data(
+            saved,
+            num_tokens=seen.num_tokens,
+            data_hash=seen.content_hash,
+            seq_len=self.config.data.seq_len,
+            seed=self.config.train.seed,
+        ):
+            self.view.say(f"the data is not what the run began with: {line}")
 
     def fit(self, stopping: list[str]) -> None:
         """Run to the last step or until asked to stop."""
         steps = self.config.train.steps
+        if self._evaluation_is_owed():
+            self._evaluate(stopping)
         if self.step >= steps:
             self.view.say(f"already at step {self.step} of {steps}: nothing to do")
         reset_peak_memory(self.ranks.device)
         while self.step < steps:
             batch, result = self._one_step(bool(stopping))
+            self.checkpoints.poll(result.written)
             self._guard(batch, result)
             self.parts.optimizer.zero_grad()
-            last = self.step == steps or result.stop
-            evaluation = self._evaluate() if self._due(self.config.eval.every) else None
-            if last or self._due(self.config.checkpoint.every):
+            stop, evaluation = result.stop, None
+            if self._due(self.config.eval.every) and not stop:
+                evaluation = self._evaluate(stopping)
+                stop = self.ranks.world == 1 and bool(stopping)
+            if stop or self.step == steps or self._due(self.config.checkpoint.every):
                 self._save(evaluation)
-            self.checkpoints.poll()
-            if result.stop:
+            if stop:
                 self.view.say(f"asked to stop: saved step {self.step}, continue with --resume")
                 break
         self.checkpoints.wait()
+
+    def _evaluation_is_owed(self) -> bool:
+        # A run that was stopped on a step due for evaluation saved first and left this for later.
+        if self.step == 0 or not self._due(self.config.eval.every):
+            return False
+        done = self.metrics is not None and any(
+            record["step"] == self.step and "val_loss" in record
+            for record in read_metrics(self.folder.metrics)
+        )
+        return not self.ranks.from_first(done)
 
     def _one_step(self, stop: bool) -> tuple[Batch, StepResult]:
         begin = time.perf_counter()
         with self.timer("data", host=True):
             batch = next(self.loader)
-        if self.corpus.train.vocab_size is None:
-            self._check_vocabulary(batch)
+        check_vocabulary(self.config, self.corpus.train, batch)
         lr = learning_rate(self.config.optim, self.step, self.config.train.steps)
-        result = self.stepper.run(batch, lr, stop=stop)
+        written = self.checkpoints.is_written()
+        result = self.stepper.run(batch, lr, stop=stop, written=written)
         self.step += 1
         self._log(self._record(result, lr, time.perf_counter() - begin))
         return batch, result
-
-    def _check_vocabulary(self, batch: Batch) -> None:
-        # Raw shards do not say how large their vocabulary is.
-        highest = int(max(batch.tokens_BL.max(), batch.targets_BL.max()))
-        if highest >= self.config.model.vocab_size:
-            raise DataError(
-                f"{self.config.data.path}: has token {highest}, model.vocab_size is "
-                f"{self.config.model.vocab_size}; raise model.vocab_size"
-            )
 
     def _record(self, result: StepResult, lr: float, seconds: float) -> Record:
         rate = self.config.train.tokens_per_step / seconds
@@ -236,8 +270,7 @@ class Run:
         place = first_bad_place(
             self.parts.model, batch, self.config.train.micro_batch, self.ranks.device
         )
-        places = self.ranks.gather(place)
-        where = next((p for p in places if not p.startswith("the loss")), places[0])
+        where = earliest(self.ranks.gather(place))
         self.view.say(f"step {self.step} skipped: first non-finite value in the {where}")
         limit = self.config.train.max_skipped
         if self.skipped_in_row >= limit:
@@ -249,20 +282,13 @@ class Run:
     def _due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self.config.train.steps)
 
-    def _evaluate(self) -> Evaluation | None:
+    def _evaluate(self, stopping: list[str]) -> Evaluation | None:
         if self.corpus.val is None:
             return None
         begin = time.perf_counter()
-        share = self.config.sequences_per_step // self.ranks.world
-        found = evaluate(
-            self.parts.model,
-            self.corpus.val,
-            self.ranks,
-            seq_len=self.config.data.seq_len,
-            batch_size=self.config.train.micro_batch or share,
-            max_tokens=self.config.eval.tokens,
-            mask_documents=self.config.data.mask_documents,
-        )
+        found = evaluate(self.parts.model, self.corpus.val, self.ranks, self.config, stopping)
+        if found is None:
+            return None
         per_byte = found.nats_per_byte
         self._log(
             {
@@ -292,27 +318,26 @@ class Run:
             model=_model_values(self.config),
             world=self.ranks.world,
             tokenizer_hash=self.corpus.train.tokenizer_hash,
+            num_tokens=self.corpus.train.num_tokens,
+            data_hash=self.corpus.train.content_hash,
+            seq_len=self.config.data.seq_len,
+            seed=self.config.train.seed,
             val_loss=evaluation.loss if evaluation is not None and finite else None,
         )
         self.checkpoints.save(self._state(), meta)
 
     def close(self) -> None:
         """Stop threads and close files, after a finished run or a failed one."""
-        self.loader.close()
-        self.view.close()
-        for tracker in self.trackers:
-            tracker.finish()
-        if self.metrics is not None:
-            self.metrics.close()
+        self._resources.close()
 
 
 @contextmanager
 def stop_signals() -> Generator[list[str]]:
-    """Within the block SIGTERM and SIGINT are noted in the list; a second SIGINT interrupts."""
+    """Within the block SIGTERM and SIGINT are noted in the list; a second one interrupts."""
     received: list[str] = []
 
     def note(number: int, _: Any) -> None:
-        if number == signal.SIGINT and received:
+        if received:
             raise KeyboardInterrupt
         received.append(signal.Signals(number).name)
 

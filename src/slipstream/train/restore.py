@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.errors import CheckpointError
+from slipstream.config import validate
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models import ModelConfig, Transformer
 from slipstream.models.folder import is_model_folder, load_model_folder
 from slipstream.train import checkpoint
@@ -31,12 +32,12 @@ def load_trained(path: Path, which: str = "latest") -> Trained:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such run or model folder")
     tokenizer = path / "tokenizer.json"
-    text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
+    text = _read(tokenizer) if tokenizer.is_file() else None
     if is_model_folder(path):
         model = load_model_folder(path)
         return Trained(model=model.eval(), tokenizer_json=text, step=None)
     saved = checkpoint.choose(RunFolder(path).checkpoints, which)
-    model = Transformer(ModelConfig.model_validate(saved.meta.model))
+    model = Transformer(_model_config(saved))
     checkpoint.load(saved, {"model": model.state_dict()})
     return Trained(model=model.eval(), tokenizer_json=text, step=saved.meta.step)
 
@@ -44,3 +45,22 @@ def load_trained(path: Path, which: str = "latest") -> Trained:
 def load_model(path: str | Path, which: str = "latest") -> Transformer:
     """The network of a run folder or model folder; see ``load_trained``."""
     return load_trained(Path(path), which).model
+
+
+def _model_config(saved: checkpoint.Saved) -> ModelConfig:
+    file = saved.path / checkpoint.META
+    try:
+        return validate(ModelConfig, saved.meta.model, f"{file}: model")
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{error}; delete {saved.path} to use an earlier checkpoint"
+        ) from None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{file}: cannot be read ({error}); copy the tokenizer.json of the training data there"
+        ) from None

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from slipstream.data import Loader, Sampler, ShardSet, has_split, open_shards
+from slipstream.data import Batch, Loader, Sampler, ShardSet, has_split, open_shards
 from slipstream.data.tokenizers import file_hash
-from slipstream.errors import ConfigError, HardwareError
+from slipstream.errors import ConfigError, DataError, HardwareError
 from slipstream.models import Transformer
 from slipstream.models.folder import load_model_folder
 from slipstream.parallel import Ranks, wrap
@@ -18,6 +18,7 @@ from slipstream.train.optimizer import AdamW
 from slipstream.train.step import split_size
 
 TOKENIZER = "tokenizer.json"
+MAX_RANK_TOKENS = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ def open_corpus(config: RunConfig) -> Corpus:
     val = None
     if config.eval.every and has_split(config.data.path, "val"):
         val = open_shards(config.data.path, "val", config.data.verify)
+        # Fails here, not at the first evaluation, if validation is shorter than one sequence.
+        Sampler(num_tokens=val.num_tokens, seq_len=config.data.seq_len, seed=0, shuffle=False)
     if train.vocab_size is not None and train.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size} is smaller than the {train.vocab_size} "
@@ -66,6 +69,18 @@ def open_corpus(config: RunConfig) -> Corpus:
     return Corpus(train=train, val=val, tokenizer_file=found)
 
 
+def check_vocabulary(config: RunConfig, shards: ShardSet, batch: Batch) -> None:
+    """DataError for a token past the model's vocabulary; raw shards do not say what they hold."""
+    if shards.vocab_size is not None:
+        return
+    highest = int(max(batch.tokens_BL.max(), batch.targets_BL.max()))
+    if highest >= config.model.vocab_size:
+        raise DataError(
+            f"{config.data.path}: has token {highest}, model.vocab_size is "
+            f"{config.model.vocab_size}; raise model.vocab_size"
+        )
+
+
 def check_batch(config: RunConfig, ranks: Ranks) -> None:
     """ConfigError unless a step's sequences divide over ranks and micro-batches."""
     sequences = config.sequences_per_step
@@ -76,6 +91,12 @@ def check_batch(config: RunConfig, ranks: Ranks) -> None:
             f"{ranks.world * config.data.seq_len}"
         )
     split_size(sequences // ranks.world, config.train.micro_batch)
+    if config.train.tokens_per_step > MAX_RANK_TOKENS * ranks.world:
+        raise ConfigError(
+            f"train.tokens_per_step = {config.train.tokens_per_step} is more than "
+            f"{MAX_RANK_TOKENS:,} tokens for each of {ranks.world} ranks, whose batch must fit "
+            "into the host's memory; lower it or use more ranks"
+        )
 
 
 def make_deterministic(config: RunConfig) -> None:

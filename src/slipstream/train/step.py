@@ -1,7 +1,8 @@
 """One optimizer step: micro-batches weighed by tokens, exact clipping, non-finite guard.
 
 The gradient is that of the mean over all tokens of the step, however they are split over
-micro-batches and ranks. The host waits for the device once, at the end, for the step's numbers.
+micro-batches and ranks. Ranks agree in two small sums, of the tokens that count and of the step's
+results and votes; the host reads numbers from the device at the end only.
 """
 
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class StepResult:
     """The loss or gradient was not finite and nothing was updated."""
     stop: bool
     """Some rank was asked to stop."""
+    written: bool
+    """Every rank has finished writing its checkpoint, if there is one under way."""
     load: MoELoad | None
     """Expert load, for a model with experts."""
 
@@ -56,11 +59,16 @@ class TrainStep:
         self.model, self.module, self.optimizer = model, module, optimizer
         self.config, self.ranks, self.timer = config, ranks, timer
 
-    def run(self, batch: Batch, lr: float, *, stop: bool = False) -> StepResult:
-        """Train on this rank's share of a step; ``stop`` is passed on to every rank."""
+    def run(
+        self, batch: Batch, lr: float, *, stop: bool = False, written: bool = False
+    ) -> StepResult:
+        """Train on this rank's share of a step.
+
+        One rank's ``stop`` stops them all; ``written`` holds if it does on all.
+        """
         device = self.ranks.device
         self.model.train()
-        sums = torch.zeros(5, dtype=torch.float64, device=device)
+        sums = torch.zeros(6, dtype=torch.float64, device=device)
         with self.timer("data"):
             tokens = (batch.targets_BL >= 0).sum().to(device, torch.float64)
             tokens = self.ranks.sum(tokens)
@@ -69,21 +77,22 @@ class TrainStep:
         for index, micro in enumerate(micro_batches):
             with accumulate(self.module, last=index == len(micro_batches) - 1):
                 sums[:4] += self._micro_step(micro, share, len(batch.tokens_BL))
-        sums[4] = float(stop)
+        sums[4:] = torch.tensor([float(stop), float(written)])
         self.ranks.sum(sums)
         with self.timer("optimizer"):
             update = self.optimizer.step(lr, torch.isfinite(sums[:4]).all())
         numbers = torch.cat((sums, torch.stack((update.grad_norm, update.skipped)).double()))
-        nll, z, router, count, stopping, norm, skipped = numbers.tolist()
+        nll, z, router, count, stopping, finished, norm, skipped = numbers.tolist()
         load = close_step(self.model, self.ranks, skipped=bool(skipped))
         return StepResult(
             loss=nll / max(1.0, count),
             z_loss=z / max(1.0, count),
             router_loss=router / self.ranks.world,
             grad_norm=norm,
-            tokens=int(tokens),
+            tokens=int(count),
             skipped=bool(skipped),
             stop=bool(stopping),
+            written=finished == self.ranks.world,
             load=load,
         )
 
