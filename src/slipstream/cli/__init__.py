@@ -126,7 +126,9 @@ def fail(message: str) -> None:
     except OSError:
         drop_stdout()
     with suppress(OSError):
-        print(f"{prefix}: " + " ".join(message.split()), file=sys.stderr, flush=True)
+        # In one call, or lines of several ranks run into each other.
+        sys.stderr.write(f"{prefix}: " + " ".join(message.split()) + "\n")
+        sys.stderr.flush()
     sys.exit(EXIT_USER_ERROR)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.data import Batch
-from slipstream.errors import TrainingError
+from slipstream.errors import SlipstreamError, TrainingError
 from slipstream.hw import describe, peak_memory_bytes, reset_peak_memory
 from slipstream.models import size, train_flops_per_token
 from slipstream.parallel import Ranks, connect
@@ -59,11 +59,9 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> None:
 class Run:
     """A run on this rank."""
 
-    def __init__(
-        self, config: RunConfig, folder: RunFolder, ranks: Ranks, *, resume: bool
-    ) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, ranks: Ranks, *, resume: bool) -> None:
         self.config, self.folder, self.ranks = config, folder, ranks
-        folder.check(resume=resume)
+        folder.check(resume=resume, data=config.data.path)
         check_batch(config, ranks)
         check_trackers(config.track)
         self.corpus = open_corpus(config)
@@ -72,7 +70,6 @@ class Run:
             self._check(saved)
         self.parts = build(config, ranks)
         self.step = 0 if saved is None else saved.meta.step
-        self.first_step = self.step
         self.timer = PhaseTimer(ranks.device)
         self.stepper = TrainStep(
             self.parts.model,
@@ -102,17 +99,7 @@ class Run:
         self.loader = build_loader(config, self.corpus, self.ranks, sample)
         resources.callback(self.loader.close)
         self.ranks.barrier()
-        if first:
-            self.folder.lock()
-            resources.callback(self.folder.unlock)
-            if self.step < config.train.steps:
-                self.folder.start(config, self.corpus.tokenizer_file)
-        self.metrics = MetricsFile(self.folder.metrics, keep_up_to=self.step) if first else None
-        if self.metrics is not None:
-            resources.callback(self.metrics.close)
-        self.trackers = self._trackers() if first else []
-        for tracker in self.trackers:
-            resources.callback(tracker.finish)
+        self._open_files(resources)
         self.view = ProgressView(
             config.train.steps, self.step, config.train.log_every, enabled=first
         )
@@ -133,9 +120,31 @@ class Run:
         elif resume:
             self.view.say(f"no checkpoint in {self.folder.path}: starting at step 0")
 
-    def _trackers(self) -> list[Tracker]:
+    def _open_files(self, resources: ExitStack) -> None:
+        self.metrics: MetricsFile | None = None
+        self.trackers: list[Tracker] = []
+        problem: SlipstreamError | None = None
+        if self.ranks.is_first:
+            try:
+                self._open_on_first(resources)
+            except SlipstreamError as error:
+                problem = error
+        # Rank 0 alone writes; where it cannot, the others must hear of it instead of waiting.
+        problem = self.ranks.from_first(problem)
+        if problem is not None:
+            raise problem
+
+    def _open_on_first(self, resources: ExitStack) -> None:
+        self.folder.lock()
+        resources.callback(self.folder.unlock)
+        if self.step < self.config.train.steps:
+            self.folder.start(self.config, self.corpus.tokenizer_file)
+        self.metrics = MetricsFile(self.folder.metrics, keep_up_to=self.step)
+        resources.callback(self.metrics.close)
         values = self.config.model_dump(mode="json")
-        return start_trackers(self.config.track, self.folder.path, values, self.step)
+        self.trackers = start_trackers(self.config.track, self.folder.path, values, self.step)
+        for tracker in self.trackers:
+            resources.callback(tracker.finish)
 
     def _announce(self, changed: list[str]) -> None:
         count = size(self.config.model)
