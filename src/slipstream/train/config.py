@@ -110,7 +110,7 @@ class EvalConfig(Config):
     every: int = Field(250, ge=0)
     """Steps between evaluations; 0: none. The last step is evaluated too."""
     tokens: PositiveInt = 262144
-    """Validation tokens per evaluation at most."""
+    """Validation tokens per evaluation at most; one sequence at least."""
 
 
 class TrackConfig(Config):
