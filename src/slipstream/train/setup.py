@@ -1,6 +1,7 @@
 """Build everything a run needs, and refuse what cannot work before anything is written."""
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,6 +124,8 @@ def build(config: RunConfig, ranks: Ranks) -> Parts:
     model = initial_model(config, ranks.device)
     model.compute_dtype = compute_dtype(config, ranks.device)
     if config.train.compile:
+        # The only fp32 products are the router's, and those stay fp32 on purpose.
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         for layer in model.layers:
             layer.compile()
     module = wrap(model, ranks, config.parallel.data)
