@@ -1,5 +1,6 @@
 """Fixtures of the whole test tree."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = 2 if "multi_gpu" in item.keywords else 1 if "gpu" in item.keywords else 0
         if gpus < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s)"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _heed_ctrl_c() -> None:
+    # Started in the background by a shell, tests would hand an ignored SIGINT on to what they run.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

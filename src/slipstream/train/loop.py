@@ -350,7 +350,9 @@ def stop_signals() -> Generator[list[str]]:
             raise KeyboardInterrupt
         received.append(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A shell that starts a job in the background has it ignore Ctrl-C, which then is not for it.
+    heeded = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield received
     finally:
