@@ -1,6 +1,6 @@
 """What a decoder-only language model is made of: one config for every family that is supported."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -248,6 +248,16 @@ class ModelConfig(Config):
         if self.moe is None or layer < self.moe.first_dense:
             return False
         return (layer - self.moe.first_dense) % self.moe.every == 0
+
+    def architecture(self) -> dict[str, Any]:
+        """The dotted keys that trained weights depend on, without those of training alone."""
+        flat: dict[str, Any] = {}
+        for key, value in self.model_dump(exclude={"init_std", "max_seq_len"}).items():
+            inner = value.items() if isinstance(value, dict) else ()
+            flat.update({f"{key}.{name}": v for name, v in inner} or {key: value})
+        for name in ("aux_loss", "aux_scope", "z_loss", "bias_update_rate", "balance"):
+            flat.pop(f"moe.{name}", None)
+        return flat
 
     def rope_spec(self) -> RopeSpec:
         """The arguments of ``rope_tables``."""

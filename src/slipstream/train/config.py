@@ -166,15 +166,17 @@ class RunConfig(Config):
 
 
 def load_run_config(recipe: Path | None, overrides: list[str]) -> RunConfig:
-    """Read a recipe; with ``train.init_from`` and no [model] the folder's model is taken.
+    """Read a recipe; with ``train.init_from`` its [model] changes the folder's model.
 
+    So a recipe needs no [model] then, or only what it wants otherwise (``model.moe.aux_loss``).
     Raises ConfigError, and CheckpointError for a folder that holds no model.
     """
     values, source = read(RunConfig, recipe, overrides), source_of(recipe)
     train = values.get("train")
     folder = train.get("init_from") if isinstance(train, dict) else None
     # Before validation: the rules that join sections are about the model that will be trained.
-    if isinstance(folder, str) and "model" not in values:
-        values["model"] = read_model_config(Path(folder)).model_dump()
+    given = values.get("model", {})
+    if isinstance(folder, str) and isinstance(given, dict) and "preset" not in given:
+        values["model"] = overlay(read_model_config(Path(folder)).model_dump(), given)
         source = f"{source} with the model of {folder}"
     return validate(RunConfig, values, source, overrides)

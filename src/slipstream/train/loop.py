@@ -68,7 +68,7 @@ class Run:
         saved = folder.latest() if resume else None
         if saved is not None:
             self._check(saved)
-        self.parts = build(config, ranks)
+        self.parts = build(config, ranks, resumed=saved is not None)
         self.step = 0 if saved is None else saved.meta.step
         self.timer = PhaseTimer(ranks.device)
         self.stepper = TrainStep(

@@ -118,10 +118,10 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
 
 
-def build(config: RunConfig, ranks: Ranks) -> Parts:
-    """The model with its initial weights on this rank's device, and its optimizer."""
+def build(config: RunConfig, ranks: Ranks, *, resumed: bool) -> Parts:
+    """The model on this rank's device, and its optimizer; a resumed one needs no first weights."""
     torch.manual_seed(config.train.seed)
-    model = initial_model(config, ranks.device)
+    model = initial_model(config, ranks.device, from_folder=not resumed)
     model.compute_dtype = compute_dtype(config, ranks.device)
     if config.train.compile:
         # The only fp32 products are the router's, and those stay fp32 on purpose.
@@ -132,23 +132,26 @@ def build(config: RunConfig, ranks: Ranks) -> Parts:
     return Parts(model=model, module=module, optimizer=AdamW(model, config.optim))
 
 
-def initial_model(config: RunConfig, device: torch.device) -> Transformer:
+def initial_model(
+    config: RunConfig, device: torch.device, *, from_folder: bool = True
+) -> Transformer:
     """Fresh weights from the seed, or those of ``train.init_from``, in fp32."""
     smoothing = config.train.label_smoothing
-    if config.train.init_from is None:
+    if config.train.init_from is None or not from_folder:
         with torch.device(device):
             return Transformer(config.model.plain(), label_smoothing=smoothing)
-    folder = Path(config.train.init_from)
-    model = load_model_folder(folder, device=str(device), dtype=torch.float32)
-    wanted = config.model.plain()
-    for key in type(wanted).model_fields:
-        found = getattr(model.config, key)
-        if getattr(wanted, key) != found:
+    folder, wanted = Path(config.train.init_from), config.model.plain()
+    given = load_model_folder(folder, device=str(device), dtype=torch.float32)
+    here, there = wanted.architecture(), given.config.architecture()
+    for key in sorted({*here, *there}):
+        if here.get(key) != there.get(key):
             raise ConfigError(
-                f"model.{key} differs from {folder}, where it is {found!r}; "
-                "leave out [model] to take the folder's"
+                f"model.{key} = {here.get(key)!r}, and {folder} has {there.get(key)!r}; "
+                "leave it out to take the folder's"
             )
-    model.token_loss.label_smoothing = smoothing
+    with torch.device(device):
+        model = Transformer(wanted, label_smoothing=smoothing)
+    model.load_state_dict(given.state_dict())
     return model
 
 
