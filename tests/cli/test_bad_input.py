@@ -277,3 +277,13 @@ def test_a_file_size_limit_ends_training_in_one_line(corpus: Path, tmp_path: Pat
     assert "step_00000003" in lines[0]
     assert "could not be written" in lines[0]
     assert not list((run / "checkpoints").iterdir())
+
+
+def test_a_validation_split_shorter_than_a_sequence(tmp_path: Path) -> None:
+    np.zeros(20000, np.uint16).tofile(tmp_path / "train.bin")
+    np.zeros(20, np.uint16).tofile(tmp_path / "val.bin")
+    run = tmp_path / "run"
+    line = refused("train", MOE, f"data.path={tmp_path}", "--run-dir", str(run))
+    for part in ("validation split has 20 tokens", "data.seq_len = 32", "--val-fraction"):
+        assert part in line
+    assert not run.exists()

@@ -63,6 +63,12 @@ def test_an_init_from_that_is_no_path(value: str, tmp_path: Path) -> None:
         load_run_config(None, ["train=3"])
 
 
+def test_a_run_folder_that_began_with_a_preset(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, 'preset = "qwen3-0.6b"\nnum_layers = 3')
+    config = load_run_config(None, [f"train.init_from={folder}"])
+    assert (config.model.num_layers, config.model.qk_norm) == (3, "none")
+
+
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such file"):
         load_run_config(None, [f"train.init_from={tmp_path}"])

@@ -175,3 +175,9 @@ def test_init_from_takes_the_folders_model_where_the_recipe_has_none(tmp_path: P
     config = load_run_config(None, [f"train.init_from={folder}"])
     assert (config.model.d_model, config.model.num_layers) == (64, 3)
     assert config.train.init_from == str(folder)
+
+
+@pytest.mark.parametrize("given", ["tensorboard", '["tensorboard"]'])
+def test_one_tracker_needs_no_list(given: str) -> None:
+    assert load(RunConfig, None, [f"track.to={given}"]).track.to == ("tensorboard",)
+    assert load(RunConfig, None, ["track.to=wandb,trackio"]).track.to == ("wandb", "trackio")

@@ -130,7 +130,7 @@ def test_an_error_names_where_the_value_came_from(
         ("optim.lr=[1]", "a number"),
         ("train.compile=maybe", "true or false"),
         ("train.compile=[1]", "true or false"),
-        ("track.to=wandb", r'a list, as in \["a", "b"\]'),
+        ("track.to=3", r'a list, as in \["a", "b"\]'),
         ("optim=3", "a table of keys"),
         ("model.moe=3", "a table of keys"),
         ("train.dtype=fp8", "'auto', 'bf16' or 'fp32'"),

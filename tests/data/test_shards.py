@@ -136,7 +136,7 @@ def test_splits_that_do_not_exist(corpus, prepare):
 def test_paths_that_hold_nothing(tmp_path):
     with pytest.raises(DataError, match=r"data\.path is not set"):
         open_shards("", "train")
-    with pytest.raises(DataError, match="nowhere: does not exist; run slipstream prepare"):
+    with pytest.raises(DataError, match="nowhere: does not exist; make it with slipstream prepare"):
         open_shards(tmp_path / "nowhere", "train")
     with pytest.raises(DataError, match=r"neither manifest\.json nor \.bin"):
         open_shards(tmp_path, "train")

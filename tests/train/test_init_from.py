@@ -72,3 +72,13 @@ def test_a_run_goes_on_without_the_weights_it_began_with(
     (folder / "model.safetensors").unlink()
     assert train(corpus, run, path, given, "train.steps=2", "--resume") == (0, "")
     assert [r["step"] for r in records(run) if "loss" in r] == [1, 2]
+
+
+def test_a_run_folder_is_as_good_as_a_model_folder(
+    folder: Path, corpus: Path, tmp_path: Path
+) -> None:
+    first, second, path = tmp_path / "first", tmp_path / "second", recipe(tmp_path)
+    assert train(corpus, first, path, f"train.init_from={folder}") == (0, "")
+    assert train(corpus, second, path, f"train.init_from={first}") == (0, "")
+    for name, value in load_model(first).named_parameters():
+        assert torch.equal(load_model(second).get_parameter(name), value), name

@@ -18,7 +18,9 @@ app = typer.Typer(help="Continue a prompt with a trained model.")
 def sample(
     run: Annotated[Path, typer.Argument(help="Run folder or model folder.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "\n",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 200,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to add at most; an end of text ends earlier.")
+    ] = 200,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Sample from this much probability; 1: all.")] = 0.95,
     seed: Annotated[int, typer.Option(help="Seed of the sampling, 0 or more.")] = 0,

@@ -124,7 +124,10 @@ def _existing(path: str | Path) -> Path:
     if not str(path):
         raise DataError("data.path is not set; give a folder written by slipstream prepare")
     if not root.exists():
-        raise DataError(f"data.path = {root}: does not exist; run slipstream prepare --out {root}")
+        raise DataError(
+            f"data.path = {root}: does not exist; make it with "
+            f"slipstream prepare SOURCE --out {root} --tokenizer byte"
+        )
     if not _is_manifest_folder(root) and not raw_files(root, "train") + raw_files(root, "val"):
         raise DataError(
             f"data.path = {root}: holds neither {MANIFEST} nor .bin files; give a folder written "

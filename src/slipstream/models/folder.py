@@ -38,6 +38,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     values = read_toml(path).get("model")
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: no [model] table; give a Slipstream model or run folder")
+    # A run's table also names the preset it began with; its values are all there.
+    values = {key: value for key, value in values.items() if key != "preset"}
     return validate(ModelConfig, values, f"{path}: model")
 
 

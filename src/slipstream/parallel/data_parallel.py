@@ -1,7 +1,9 @@
 """Plain data parallelism through PyTorch's DistributedDataParallel."""
 
+import inspect
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,10 +16,14 @@ def wrap(model: nn.Module, ranks: Ranks, config: DataParallelConfig) -> nn.Modul
     """The module to call in training: averages gradients over ranks; ``model`` itself if alone."""
     if ranks.world == 1:
         return model
+    # Newer versions have another name for the same switch and warn about this one.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    unsynchronised: dict[str, Any] = {switch: False}
     return DistributedDataParallel(
         model,
         device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
-        broadcast_buffers=False,
+        **unsynchronised,
         gradient_as_bucket_view=True,
         bucket_cap_mb=config.bucket_mb,
     )

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from slipstream.config import Config, FloatOrInf, overlay, read, source_of, validate
 from slipstream.data.config import DataConfig
@@ -57,7 +57,7 @@ class TrainConfig(Config):
     deterministic: bool = False
     """Ask PyTorch for deterministic kernels: bit-exact resume on GPUs too, somewhat slower."""
     init_from: str | None = None
-    """Model folder to start the weights from."""
+    """Model folder or run folder to start the weights from."""
     z_loss: float = Field(0.0, ge=0.0)
     """Coefficient of the mean squared logsumexp of the logits."""
     label_smoothing: float = Field(0.0, ge=0.0, lt=1.0)
@@ -120,6 +120,11 @@ class TrackConfig(Config):
     """Trackers that get the metrics; they come with the extra ``track``."""
     project: str = "slipstream"
     """Project name at the tracker."""
+
+    @field_validator("to", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        return tuple(value.split(",")) if isinstance(value, str) else value
 
 
 class RunConfig(Config):

@@ -12,10 +12,10 @@ from slipstream.data import Batch, Loader, Sampler, ShardSet, has_split, open_sh
 from slipstream.data.tokenizers import file_hash
 from slipstream.errors import ConfigError, DataError, HardwareError
 from slipstream.models import Transformer
-from slipstream.models.folder import load_model_folder
 from slipstream.parallel import Ranks, wrap
 from slipstream.train.config import RunConfig
 from slipstream.train.optimizer import AdamW
+from slipstream.train.restore import load_trained
 from slipstream.train.step import split_size
 
 TOKENIZER = "tokenizer.json"
@@ -54,8 +54,12 @@ def open_corpus(config: RunConfig) -> Corpus:
     val = None
     if config.eval.every and has_split(config.data.path, "val"):
         val = open_shards(config.data.path, "val", config.data.verify)
-        # Fails here, not at the first evaluation, if validation is shorter than one sequence.
-        Sampler(num_tokens=val.num_tokens, seq_len=config.data.seq_len, seed=0, shuffle=False)
+        if val.num_tokens <= config.data.seq_len:
+            raise DataError(
+                f"{config.data.path}: its validation split has {val.num_tokens} tokens, fewer than "
+                f"data.seq_len = {config.data.seq_len} and one; prepare with a larger "
+                "--val-fraction, lower data.seq_len, or set eval.every=0"
+            )
     if train.vocab_size is not None and train.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size} is smaller than the {train.vocab_size} "
@@ -141,7 +145,7 @@ def initial_model(
         with torch.device(device):
             return Transformer(config.model.plain(), label_smoothing=smoothing)
     folder, wanted = Path(config.train.init_from), config.model.plain()
-    given = load_model_folder(folder, device=str(device), dtype=torch.float32)
+    given = load_trained(folder).model
     here, there = wanted.architecture(), given.config.architecture()
     for key in sorted({*here, *there}):
         if here.get(key) != there.get(key):
