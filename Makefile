@@ -40,7 +40,7 @@ quickstart: install
 	rm -rf $(RUN)
 	$(BIN)/slipstream prepare stdlib --out $(DATA) --tokenizer byte
 	$(BIN)/slipstream train $(RECIPE) data.path=$(DATA) $(if $(STEPS),train.steps=$(STEPS)) --run-dir $(RUN)
-	$(BIN)/slipstream sample $(RUN) --prompt "$$(printf 'import os\nimport sys\n\n\ndef ')" --tokens 400
+	$(BIN)/slipstream sample $(RUN) --prompt "$$(printf 'import os\nimport sys\n\n\ndef ')" --tokens 300
 	$(BIN)/slipstream report $(RUN)
 
 test: $(VENV)/.test
