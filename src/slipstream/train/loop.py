@@ -7,11 +7,13 @@ done in a sum the step makes anyway, so none is left waiting.
 import math
 import signal
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from torch.profiler import record_function
 
 from slipstream.data import Batch
 from slipstream.errors import SlipstreamError, TrainingError
@@ -41,17 +43,24 @@ from slipstream.train.step import StepResult, TrainStep
 from slipstream.train.trackers import Tracker, check_trackers, flatten, start_trackers
 
 
-def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> None:
+def train(
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    after_step: Callable[[], bool] | None = None,
+) -> None:
     """Train as ``config`` says into ``run_dir``; with ``resume`` go on from its last checkpoint.
 
-    Returns after the last step, or after saving a checkpoint on SIGTERM or SIGINT.
+    Returns after the last step, or after saving a checkpoint on SIGTERM or SIGINT. ``after_step``
+    is called after every step; where it returns True, on every rank, the run ends unsaved.
     Raises SlipstreamError for whatever a user can get wrong, before anything is written.
     """
     make_deterministic(config)
     with connect(config.train.device) as ranks, stop_signals() as stopping:
         run = Run(config, RunFolder(run_dir), ranks, resume=resume)
         try:
-            run.fit(stopping)
+            run.fit(stopping, after_step)
         finally:
             run.close()
 
@@ -189,7 +198,7 @@ class Run:
         ):
             self.view.say(f"the data is not what the run began with: {line}")
 
-    def fit(self, stopping: list[str]) -> None:
+    def fit(self, stopping: list[str], after_step: Callable[[], bool] | None = None) -> None:
         """Run to the last step or until asked to stop."""
         steps = self.config.train.steps
         if self._evaluation_is_owed():
@@ -202,6 +211,8 @@ class Run:
             self.checkpoints.poll(result.written)
             self._guard(batch, result)
             self.parts.optimizer.zero_grad()
+            if after_step is not None and after_step():
+                break
             stop, evaluation = result.stop, None
             if self._due(self.config.eval.every) and not stop:
                 evaluation = self._evaluate(stopping)
@@ -225,7 +236,7 @@ class Run:
 
     def _one_step(self, stop: bool) -> tuple[Batch, StepResult]:
         begin = time.perf_counter()
-        with self.timer("data", host=True):
+        with self.timer("data", host=True), record_function("## load_batch ##"):
             batch = next(self.loader)
         check_vocabulary(self.config, self.corpus.train, batch)
         lr = learning_rate(self.config.optim, self.step, self.config.train.steps)

@@ -1,6 +1,7 @@
 """How long each phase of a step takes on the device.
 
-On a GPU, events are recorded around the phases and read after the step, so timing never waits.
+On a GPU, events are recorded around the phases and read after the step, so timing never waits. In a
+profile each phase is a range, ``## forward ##`` and so on.
 """
 
 import time
@@ -9,6 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
+from torch.profiler import record_function
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -24,15 +26,18 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str, *, host: bool = False) -> Generator[None]:
         """Time a block as part of ``phase``; ``host``: by the host's clock on a GPU as well."""
+        name = f"## {phase} ##"
         if self.on_gpu and not host:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            yield
+            with record_function(name):
+                yield
             stop.record()
             self._events.append((phase, start, stop))
             return
         begin = time.perf_counter()
-        yield
+        with record_function(name):
+            yield
         self._host_ms[phase] += 1e3 * (time.perf_counter() - begin)
 
     def take(self) -> dict[str, float]:
