@@ -1,4 +1,4 @@
-"""Load balancing inside routing, against a slow and readable version of the same rules."""
+"""Load balancing that sheds the weakest slots, against a slow and readable version of its rules."""
 
 from fractions import Fraction
 
@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from slipstream.ops.moe import route
 from slipstream.ops.moe.route.balance import rank_within, rebalance
+from tests.ops.implementations import forced
 
-SMALL = settings(max_examples=120, deadline=None)
+
+@pytest.fixture(autouse=True)
+def _reference():
+    with forced("moe_route", "reference"):
+        yield
+
+
+SMALL = settings(max_examples=60, deadline=None)
 THRESHOLDS = [0.5, 1.0, 1.25, 1.5, 2.0, 1.1]
 
 
@@ -235,7 +243,8 @@ def test_nothing_hot_is_bitwise_plain_top_k(score, load_E, threshold):
     load_E = load_E.to(logits_TE.device)
     moved = route(logits_TE, **options, load_E=load_E, threshold=threshold)
     for field, expected in plain._asdict().items():
-        assert torch.equal(getattr(moved, field), expected), field
+        if expected is not None:
+            assert torch.equal(getattr(moved, field), expected), field
 
 
 def test_two_runs_are_bitwise_equal():
@@ -243,7 +252,8 @@ def test_two_runs_are_bitwise_equal():
     load_E = torch.tensor([90.0, 50, 1, 1, 1, 1, 1, 1])
     runs = [route(logits_TE, top_k=2, load_E=load_E, threshold=1.0) for _ in range(2)]
     assert runs[0].rerouted > 0
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    for field, first in runs[0]._asdict().items():
+        assert first is None or torch.equal(first, getattr(runs[1], field)), field
 
 
 def test_integer_loads_and_tensor_thresholds_are_welcome():

@@ -6,7 +6,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from slipstream.config import Config, FloatOrInf
 from slipstream.ops.activation import Activation
-from slipstream.ops.moe.route import AuxScope, Score
+from slipstream.ops.moe.route import AuxScope, BalanceMode, Score
 from slipstream.ops.norm import CastOrder, NormKind
 from slipstream.ops.rope import RopeScaling, RopeSpec
 
@@ -58,7 +58,7 @@ class RopeConfig(Config):
 
 
 class BalanceConfig(Config):
-    """Load balancing inside routing: experts above the threshold shed their weakest slots."""
+    """Load balancing inside routing: experts above the threshold shed slots."""
 
     threshold: FloatOrInf = Field(float("inf"), ge=1.0)
     """Multiple of the mean load an expert may carry; inf turns balancing off. Counted in each
@@ -68,7 +68,10 @@ class BalanceConfig(Config):
     ramp: PositiveInt = 100
     """Steps over which the threshold comes down to its value."""
     depth: PositiveInt = 4
-    """Next-best experts a shed slot may try."""
+    """Rounds in which shed slots may try their next-best expert."""
+    mode: BalanceMode = "weight"
+    """What is shed: an expert's weakest slots, or (causal) its latest, so that a token's experts
+    depend on earlier tokens only; causal takes more rounds, 8 rather than 4."""
 
 
 class MoEConfig(Config):
@@ -105,8 +108,10 @@ class MoEConfig(Config):
     aux_loss: float = Field(0.0, ge=0.0)
     """Coefficient of the balance loss."""
     aux_scope: AuxScope = "sequence"
-    """What that loss averages over: each sequence, or (batch) a whole micro-batch of one rank; the
-    latter depends on how a step is split over ranks and micro-batches, the former does not."""
+    """What that loss averages over: each sequence; or (batch) a whole micro-batch of one rank,
+    which depends on how a step is split over ranks and micro-batches; or (global) a micro-batch
+    too, but with the experts' shares of the slots of all ranks in the steps before, smoothed over
+    the balance window."""
     z_loss: float = Field(0.0, ge=0.0)
     """Coefficient of the mean squared logsumexp of the router logits."""
     balance: BalanceConfig = BalanceConfig()

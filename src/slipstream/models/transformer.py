@@ -210,4 +210,5 @@ def _moe(config: ModelConfig, moe: MoEConfig) -> MoE:
         window=moe.balance.window,
         ramp=moe.balance.ramp,
         depth=moe.balance.depth,
+        mode=moe.balance.mode,
     )

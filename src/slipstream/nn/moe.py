@@ -8,15 +8,13 @@ smoothed load.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from slipstream.nn.mlp import MLP
 from slipstream.ops import moe
 from slipstream.ops.activation import is_gated
-from slipstream.ops.check import compute_dtype
 from slipstream.ops.moe import Routing
-from slipstream.ops.moe.route import AuxScope, Score
+from slipstream.ops.moe.route import AuxScope, BalanceMode, Score
 
 
 class MoEStats(NamedTuple):
@@ -62,6 +60,7 @@ class MoE(nn.Module):
         window: int = 32,
         ramp: int = 100,
         depth: int = 4,
+        mode: BalanceMode = "weight",
     ) -> None:
         super().__init__()
         self.activation, self.top_k, self.aux_scope = activation, top_k, aux_scope
@@ -69,6 +68,7 @@ class MoE(nn.Module):
         self.num_groups, self.top_groups, self.group_top = num_groups, top_groups, group_top
         self.bias_update_rate = bias_update_rate
         self.threshold, self.window, self.ramp, self.depth = threshold, window, ramp, depth
+        self.mode: BalanceMode = mode
         rows = hidden * (2 if is_gated(activation) else 1)
         self.router = nn.Parameter(torch.empty(num_experts, dim))
         self.w13 = nn.Parameter(torch.empty(num_experts, rows, dim))
@@ -81,14 +81,12 @@ class MoE(nn.Module):
         for name in ("load_E", "demand_E"):
             self.register_buffer(name, torch.zeros(num_experts), persistent=False)
         self.register_buffer("rerouted", torch.zeros(()), persistent=False)
+        self._last_threshold: tuple[torch.Tensor, int, torch.Tensor | None] = (self.steps, 0, None)
 
     def forward(self, x_BLD: torch.Tensor) -> tuple[torch.Tensor, Routing]:
         """``(B, L, D)`` to ``(B, L, D)`` and the routing, whose losses the caller weighs."""
         batch = x_BLD.shape[0]
-        x_TD = x_BLD.flatten(0, 1)
-        # The router decides in fp32 at least, whatever the model computes in: near ties are common.
-        wide = compute_dtype(x_TD)
-        logits_TE = F.linear(x_TD.to(wide), self.router.to(wide))
+        logits_TE, x_TD = moe.router_logits_and_x(x_BLD.flatten(0, 1), self.router)
         routing = moe.route(
             logits_TE,
             top_k=self.top_k,
@@ -101,9 +99,12 @@ class MoE(nn.Module):
             scale=self.scale,
             aux=self.aux_scope,
             num_sequences=batch,
+            share_E=self._share() if self.aux_scope == "global" else None,
             load_E=self.smoothed_E if self.balances else None,
             threshold=self._threshold_now() if self.balances else None,
             depth=self.depth,
+            mode=self.mode,
+            check_values=False,  # a step that is not finite is for the trainer to drop
         )
         if self.training:
             self._count(routing)
@@ -145,15 +146,33 @@ class MoE(nn.Module):
         for counter in (self.load_E, self.demand_E, self.rerouted):
             counter.zero_()
 
+    def _share(self) -> torch.Tensor:
+        # Of the slots of all ranks over a window of steps, up to the last one; equal before that.
+        total = self.smoothed_E.sum()
+        return torch.where(total > 0, self.smoothed_E / total, 1 / self.smoothed_E.numel())
+
     def _threshold_now(self) -> torch.Tensor:
+        # The same until `steps` changes; a graph that is being recorded has to compute it anew.
+        recording = self.steps.is_cuda and torch.cuda.is_current_stream_capturing()
+        if torch.compiler.is_compiling() or recording:
+            return self._ramped_threshold()
+        steps, version, threshold = self._last_threshold
+        if threshold is None or steps is not self.steps or version != self.steps._version:
+            threshold = self._ramped_threshold()
+            self._last_threshold = (self.steps, self.steps._version, threshold)
+        return threshold
+
+    def _ramped_threshold(self) -> torch.Tensor:
         # From infinity at step 0 down to the threshold at step `ramp`.
         return self.threshold * self.ramp / self.steps.clamp(max=self.ramp)
 
     @torch.no_grad()
     def _count(self, routing: Routing) -> None:
-        self.load_E += routing.counts_E
+        # Without load balancing every slot goes where the router asked for.
+        self.load_E += routing.counts_E if self.balances else routing.demand_E
         self.demand_E += routing.demand_E
-        self.rerouted += routing.rerouted
+        if self.balances:
+            self.rerouted += routing.rerouted
 
     @torch.no_grad()
     def reset_parameters(self, std: float, out_std: float) -> None:

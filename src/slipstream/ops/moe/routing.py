@@ -30,6 +30,11 @@ class Routing(NamedTuple):
     """fp32 scalar, differentiable: 1.0 for a perfectly balanced router; 0 if not asked for."""
     z_loss: torch.Tensor
     """fp32 scalar, differentiable: mean squared logsumexp of the logits."""
+    schedule: torch.Tensor | None = None
+    """int32 (1 + M + E, 2), M = N // 128 + min(E, N). First (number of tiles, 0); then (expert,
+    first row) of every 128-row tile, tiles of an expert adjacent and ascending, experts with most
+    rows first (ties: the lower index), undefined past the count; the last E entries are (expert,
+    rows) of all experts in that order, empty ones included. None: the experts compute it."""
 
     @property
     def counts_E(self) -> torch.Tensor:

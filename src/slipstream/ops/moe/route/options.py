@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Score = Literal["softmax", "sigmoid"]
-AuxScope = Literal["none", "batch", "sequence"]
+AuxScope = Literal["none", "batch", "sequence", "global"]
+BalanceMode = Literal["weight", "causal"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,3 +22,4 @@ class RouteOptions:
     aux: AuxScope
     num_sequences: int
     depth: int
+    mode: BalanceMode = "weight"

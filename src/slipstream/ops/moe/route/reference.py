@@ -17,6 +17,7 @@ def route_reference(
     load_E: torch.Tensor | None,
     threshold: torch.Tensor | None,
     options: RouteOptions,
+    share_E: torch.Tensor | None = None,
 ) -> Routing:
     """See ``route``."""
     logits = logits_TE.to(compute_dtype(logits_TE))
@@ -26,7 +27,9 @@ def route_reference(
         plain_TK = select_TE.sort(dim=1, descending=True, stable=True)[1][:, : options.top_k]
         expert_TK = plain_TK
         if threshold is not None and load_E is not None:
-            expert_TK = rebalance(select_TE, score_TE, plain_TK, load_E, threshold, options.depth)
+            expert_TK = rebalance(
+                select_TE, score_TE, plain_TK, load_E, threshold, options.depth, options.mode
+            )
         order_N, position_N, offsets_E1 = _sort_by_expert(expert_TK, logits.shape[1])
         demand_E = _one_hot_count(plain_TK, logits.shape[1], 1).sum(0)
     weight_TK = score_TE.gather(1, expert_TK)
@@ -40,8 +43,25 @@ def route_reference(
         position_N=position_N,
         demand_E=demand_E,
         rerouted=(expert_TK != plain_TK).sum(),
-        aux_loss=_aux_loss(score_TE, plain_TK, options),
+        aux_loss=_aux_loss(score_TE, plain_TK, options, share_E),
         z_loss=_mean(torch.logsumexp(logits, -1).square()),
+    )
+
+
+def sort_reference(expert_TK: torch.Tensor, weight_TK: torch.Tensor, num_experts: int) -> Routing:
+    """See ``routing_from``."""
+    order_N, position_N, offsets_E1 = _sort_by_expert(expert_TK, num_experts)
+    zero = torch.zeros((), device=expert_TK.device)
+    return Routing(
+        weight_TK=weight_TK,
+        expert_TK=expert_TK,
+        offsets_E1=offsets_E1,
+        order_N=order_N,
+        position_N=position_N,
+        demand_E=offsets_E1.diff().to(torch.int64),
+        rerouted=zero.to(torch.int64),
+        aux_loss=zero,
+        z_loss=zero.clone(),
     )
 
 
@@ -62,7 +82,9 @@ def _selection(
 def _sort_by_expert(
     expert_TK: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    sorted_N, order_N = expert_TK.flatten().sort(stable=True)
+    # What is no expert sorts last.
+    absent_TK = (expert_TK < 0) | (expert_TK >= num_experts)
+    sorted_N, order_N = expert_TK.masked_fill(absent_TK, num_experts).flatten().sort(stable=True)
     rows = torch.arange(order_N.numel(), device=order_N.device)
     position_N = torch.empty_like(order_N).scatter_(0, order_N, rows)
     edges = torch.arange(num_experts + 1, device=order_N.device)
@@ -76,7 +98,10 @@ def _one_hot_count(expert_TK: torch.Tensor, num_experts: int, sequences: int) ->
 
 
 def _aux_loss(
-    score_TE: torch.Tensor, expert_TK: torch.Tensor, options: RouteOptions
+    score_TE: torch.Tensor,
+    expert_TK: torch.Tensor,
+    options: RouteOptions,
+    share_E: torch.Tensor | None,
 ) -> torch.Tensor:
     # E * sum_e(share of the slots that e gets * mean normalised score of e), per sequence.
     if options.aux == "none" or not score_TE.numel():
@@ -85,6 +110,8 @@ def _aux_loss(
     sequences = options.num_sequences if options.aux == "sequence" else 1
     counts_SE = _one_hot_count(expert_TK, num_experts, sequences)
     share_SE = counts_SE / (expert_TK.numel() / sequences)
+    if share_E is not None:
+        share_SE = share_E.detach().to(score_TE.dtype)[None]
     prob_SE = _normalized(score_TE).view(sequences, -1, num_experts).mean(1)
     return num_experts * (share_SE * prob_SE).sum(1).mean()
 
