@@ -1,21 +1,255 @@
-"""The whole MoE layer: routing, experts and combine together."""
+import inspect
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.testing import assert_close
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+from slipstream.errors import ShapeError
 from slipstream.ops import dispatch
-from slipstream.ops.moe import combine, moe_mlp, route
-from tests.budget import Results, assert_budget
+from slipstream.ops.moe import Routing, combine, experts, moe_mlp, route
+from slipstream.verify.routings import eager_combine, eager_experts
+from tests.budget import Results, assert_budget, results
 from tests.ops.compiling import assert_compiles
-from tests.ops.routings import stock_experts
+from tests.ops.implementations import DTYPES, EXAMPLES, ONE, cases, fast, forced, runnable
+from tests.ops.routings import LOADS, SHAPES, Shape, draw, routing_of, small_integers
 
+OP = "moe_mlp"
+VARIANTS = {
+    "bare": {"extras": ()},
+    "residual": {"extras": ("residual",)},
+    "shared": {"extras": ("shared",)},
+    "bias": {"bias": True},
+    "interleaved": {"interleaved": True},
+    "clamped": {"activation": "swiglu_clamped", "bias": True, "limit": 5.0, "alpha": 1.3},
+    "clamped-interleaved": {"activation": "swiglu_clamped", "interleaved": True, "bias": True},
+    "geglu": {"activation": "geglu"},
+    "plain-bias": {"activation": "relu2", "bias": True},
+    "save-x": {"save": "x", "bias": True},
+}
 E, D, F = 4, 16, 24
 
 
-def _inputs(tokens: int) -> Results:
+def _sized(load: str, shape: Shape) -> Routing:
+    return routing_of(load, shape.T, shape.E, shape.K)
+
+
+def _draw(
+    shape: Shape,
+    activation: str = "swiglu",
+    *,
+    bias: bool = False,
+    extras: tuple[str, ...] = ("residual", "shared"),
+) -> Results:
+    inputs = draw(shape, activation, bias=bias) | {"weight": torch.rand(shape.T, shape.K)}
+    return inputs | {name: torch.randn(shape.T, shape.D) for name in extras}
+
+
+def _variant(variant: str, shape: Shape) -> tuple[Results, dict]:
+    """Inputs and options."""
+    options = dict(VARIANTS[variant])
+    drawn = {name: options.pop(name) for name in ("bias", "extras") if name in options}
+    return _draw(shape, options.get("activation", "swiglu"), **drawn), options
+
+
+def _run(name: str, routing: Routing, **options):
+    def run(x, w13, w2, weight, b13=None, b2=None, residual=None, shared=None):
+        # fp32 in real runs, whatever the dtype of the rows; fp64 for the truth.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        extras = {"residual_TD": residual, "shared_TD": shared}
+        changed = routing._replace(weight_TK=weight.to(wide))
+        with forced(OP, name):
+            return moe_mlp(x, w13, w2, changed, b13_EP=b13, b2_ED=b2, **extras, **options)
+
+    return run
+
+
+def _stock(routing: Routing, **options):
+    options = {name: value for name, value in options.items() if name != "save"}
+
+    def run(x, w13, w2, weight, b13=None, b2=None, residual=None, shared=None):
+        y_ND = eager_experts(x, w13, w2, routing.expert_TK, b13, b2, **options)
+        return eager_combine(y_ND, weight, routing.expert_TK, len(w2), residual, shared)
+
+    return run
+
+
+def _runs(implementation: str, routing: Routing, **options) -> tuple:
+    return _run(implementation, routing, **options), _stock(routing, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("implementation", "dtype"), cases(OP))
+def test_every_shape_stays_in_budget(implementation, dtype, shape):
+    assert_budget(*_runs(implementation, _sized("random", shape)), _draw(shape), dtype)
+
+
+@pytest.mark.parametrize("load", LOADS[1:])
+@pytest.mark.parametrize(("implementation", "dtype"), cases(OP, interpreted=ONE))
+def test_every_load_stays_in_budget(implementation, dtype, load):
+    inputs = _draw(Shape(), bias=True)
+    assert_budget(*_runs(implementation, _sized(load, Shape())), inputs, dtype)
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(D=31, F=17)], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("implementation", "dtype"), cases(OP, interpreted=ONE))
+def test_every_variant_stays_in_budget(implementation, dtype, variant, shape):
+    inputs, options = _variant(variant, shape)
+    assert_budget(*_runs(implementation, _sized("random", shape), **options), inputs, dtype)
+
+
+@pytest.mark.parametrize("implementation", fast(OP))
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    shape=st.builds(
+        Shape,
+        T=st.integers(0, 40),
+        D=st.integers(1, 9),
+        F=st.integers(1, 20),
+        E=st.integers(1, 6),
+        K=st.integers(1, 6),
+    ),
+    load=st.sampled_from(LOADS),
+    bias=st.booleans(),
+    save=st.sampled_from(["h", "x"]),
+)
+def test_any_sizes_are_exact_where_arithmetic_is(implementation, shape, load, bias, save):
+    shape = Shape(**{**vars(shape), "K": min(shape.K, shape.E)})
+    routing, inputs = _sized(load, shape), small_integers(shape, bias=bias)
+    inputs["weight"] = torch.randint(-1, 2, (shape.T, shape.K)).float()
+    inputs["residual"] = torch.randint(-9, 10, (shape.T, shape.D)).float()
+    runs = (_run(implementation, routing, activation="relu2", save=save),)
+    runs += (_stock(routing, activation="relu2"),)
+    found = []
+    for run in runs:
+        leaves = {name: t.clone().requires_grad_() for name, t in inputs.items()}
+        out_TD = run(**leaves)
+        steps = (torch.arange(out_TD.numel()) % 3 - 1).view_as(out_TD).float()
+        grads = torch.autograd.grad(out_TD, list(leaves.values()), steps, materialize_grads=True)
+        found.append({"output": out_TD, **dict(zip(leaves, grads, strict=True))})
+    for name, expected in found[1].items():
+        assert torch.equal(found[0][name], expected), name
+
+
+@pytest.mark.parametrize("implementation", fast(OP))
+def test_absent_slots_leave_no_trace(implementation, poisoned):
+    routing, inputs = _sized("absent", Shape()), _draw(Shape(), bias=True)
+    found = []
+    for poison in (0.0, float("nan")):
+        # The first token has no expert, so that nothing reads its row.
+        inputs["x"][0] = poison
+        found.append(results(_run(implementation, routing), inputs, torch.float32))
+    absent_TK = routing.expert_TK >= Shape().E
+    assert (found[0]["gradient of weight"][absent_TK] == 0).all()
+    assert (found[0]["gradient of x"][0] == 0).all()
+    assert torch.equal(found[0]["output 0"][0], inputs["residual"][0] + inputs["shared"][0])
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in found[0].items())
+
+
+@pytest.mark.parametrize("save", ["h", "x"])
+@pytest.mark.parametrize(("implementation", "dtype"), cases(OP, interpreted=ONE))
+def test_poisoned_memory_never_shows(implementation, dtype, save, poisoned):
+    shape = Shape(D=31, F=17)
+    inputs = {name: t.to(dtype) for name, t in _draw(shape, bias=True).items()}
+    run = _run(implementation, _sized("empty-experts", shape), save=save)
+    found = results(run, inputs, dtype)
+    for name, tensor in found.items():
+        assert torch.isfinite(tensor).all(), name
+    for name in ("w13", "w2", "b13", "b2"):
+        assert (found[f"gradient of {name}"][1::2] == 0).all(), name
+
+
+@pytest.mark.parametrize("width", [8, 7])
+@pytest.mark.parametrize(("implementation", "dtype"), cases(OP, interpreted=ONE))
+def test_zero_tokens(implementation, dtype, width, poisoned):
+    shape = Shape(T=0, D=width, F=5)
+    inputs = {name: t.to(dtype) for name, t in _draw(shape, bias=True).items()}
+    found = results(_run(implementation, _sized("random", shape)), inputs, dtype)
+    assert found["output 0"].shape == (0, width)
+    for name, tensor in inputs.items():
+        assert torch.equal(found[f"gradient of {name}"], torch.zeros_like(tensor)), name
+
+
+@pytest.mark.parametrize("implementation", fast(OP))
+def test_transposed_and_strided_inputs_and_expanded_gradients(implementation):
+    run, dense = _run(implementation, _sized("random", Shape())), _draw(Shape(), bias=True)
+    found = []
+    for strided in (False, True):
+        leaves = {
+            name: (t.mT.contiguous().mT if strided else t).detach().requires_grad_()
+            for name, t in dense.items()
+        }
+        out_TD = run(**leaves)
+        loss = out_TD.sum() if strided else (out_TD * torch.ones_like(out_TD)).sum()
+        found.append([out_TD, *torch.autograd.grad(loss, list(leaves.values()))])
+    for actual, expected in zip(found[1], found[0], strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), cases(OP, DTYPES[1:]))
+def test_fp32_weights_under_16_bit_rows_keep_their_dtype_in_the_gradient(implementation, dtype):
+    leaves = {name: t.requires_grad_() for name, t in _draw(Shape(), bias=True).items()}
+    run = _run(implementation, _sized("random", Shape()))
+    out_TD = run(**{**leaves, "x": leaves["x"].to(dtype)})
+    out_TD.sum().backward()
+    assert out_TD.dtype == dtype
+    assert {t.grad.dtype for t in leaves.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("frozen", ["x", "w13", "w2", "b13", "b2", "weight", "residual", "shared"])
+@pytest.mark.parametrize("implementation", fast(OP))
+def test_what_needs_no_gradient_gets_none_and_changes_no_other(implementation, frozen):
+    run, inputs = _run(implementation, _sized("random", Shape())), _draw(Shape(), bias=True)
+    found = []
+    for skipped in (None, frozen):
+        leaves = {n: t.detach().clone().requires_grad_(n != skipped) for n, t in inputs.items()}
+        run(**leaves).square().sum().backward()
+        found.append({name: t.grad for name, t in leaves.items()})
+    assert found[1].pop(frozen) is None
+    assert all(torch.equal(grad, found[0][name]) for name, grad in found[1].items())
+
+
+@pytest.mark.parametrize("implementation", fast(OP))
+def test_autocast_computes_in_its_dtype(implementation):
+    dtype = torch.float16 if implementation == "triton" else torch.bfloat16
+    leaves = {name: t.requires_grad_() for name, t in _draw(Shape(), bias=True).items()}
+    run = _run(implementation, _sized("random", Shape()))
+    with torch.autocast(torch.get_default_device().type, dtype):
+        out_TD = run(**leaves)
+    out_TD.sum().backward()
+    assert out_TD.dtype == dtype
+    assert torch.equal(out_TD, run(**{**leaves, "x": leaves["x"].to(dtype)}))
+    assert {t.grad.dtype for t in leaves.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), cases(OP, interpreted=ONE))
+def test_two_runs_are_bitwise_equal(implementation, dtype):
+    inputs = {name: t.to(dtype) for name, t in _draw(Shape(), bias=True).items()}
+    run = _run(implementation, _sized("random", Shape()))
+    first, second = (results(run, inputs, dtype) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("variant", ["bare", "clamped-interleaved", "save-x"])
+@pytest.mark.parametrize("implementation", fast(OP))
+def test_compiles(implementation, variant):
+    shape = Shape(T=9, D=13, F=8)
+    routing, (inputs, options) = _sized("absent", shape), _variant(variant, shape)
+
+    def run(x, w13, w2, weight, b13=None, b2=None, residual=None, shared=None):
+        changed = routing._replace(weight_TK=weight)
+        extras = {"residual_TD": residual, "shared_TD": shared}
+        return moe_mlp(x, w13, w2, changed, b13_EP=b13, b2_ED=b2, **extras, **options)
+
+    with forced(OP, implementation):
+        assert_compiles(run, inputs, truth=_stock(routing, **options))
+
+
+def _layer_inputs(tokens: int) -> Results:
     return {
         "x": torch.randn(tokens, D),
         "router": torch.randn(E, D),
@@ -24,10 +258,13 @@ def _inputs(tokens: int) -> Results:
     }
 
 
-def _layer(x, router, w13, w2):
+def _routed(x, router):
     wide = torch.promote_types(x.dtype, torch.float32)
-    logits_TE = x.to(wide) @ router.to(wide).T
-    return moe_mlp(x, w13, w2, route(logits_TE, top_k=2, normalize=True), residual_TD=x)
+    return route(x.to(wide) @ router.to(wide).T, top_k=2, normalize=True)
+
+
+def _layer(x, router, w13, w2):
+    return moe_mlp(x, w13, w2, _routed(x, router), residual_TD=x)
 
 
 def _mixtral(**weights) -> MixtralSparseMoeBlock:
@@ -43,7 +280,7 @@ def _mixtral(**weights) -> MixtralSparseMoeBlock:
 
 
 def test_matches_the_layer_of_mixtral_with_every_gradient():
-    inputs = {name: t.double().requires_grad_() for name, t in _inputs(63).items()}
+    inputs = {name: t.double().requires_grad_() for name, t in _layer_inputs(63).items()}
     block = _mixtral(**{name: t.detach() for name, t in inputs.items()})
     x = inputs["x"].detach().clone().requires_grad_()
     dout = torch.randn(63, D, dtype=torch.float64)
@@ -60,42 +297,46 @@ def test_matches_the_layer_of_mixtral_with_every_gradient():
     assert_close(inputs["w2"].grad, block.experts.down_proj.grad, **tolerance)
 
 
-def _stock(x, router, w13, w2):
+def _stock_layer(x, router, w13, w2):
     """The layer with stock experts, in the dtype of ``x`` between its products."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    routing = route(x.to(wide) @ router.to(wide).T, top_k=2, normalize=True)
-    y_ND = stock_experts(routing)(x, w13, w2)
-    with dispatch.force(moe_combine="reference"):
-        return combine(y_ND, routing, residual_TD=x)
+    routing = _routed(x, router)
+    y_ND = eager_experts(x, w13, w2, routing.expert_TK)
+    return eager_combine(y_ND, routing.weight_TK, routing.expert_TK, E, residual=x)
 
 
-@pytest.mark.parametrize("tokens", [63, 257])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_default_path_stays_in_the_budget_of_stock_code(dtype, tokens):
-    assert_budget(_layer, _stock, _inputs(tokens), dtype)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_default_path_stays_in_the_budget_of_stock_code(dtype):
+    assert_budget(_layer, _stock_layer, _layer_inputs(63), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_calls_with_one_token_stay_in_budget(dtype):
+def test_calls_with_one_token_stay_in_budget():
     # Many calls are pooled: the error of a few numbers is luck.
     def one_by_one(layer):
         return lambda x, **weights: torch.cat([layer(x=row, **weights) for row in x.split(1)])
 
-    assert_budget(one_by_one(_layer), one_by_one(_stock), _inputs(63), dtype)
+    runs = (one_by_one(layer) for layer in (_layer, _stock_layer))
+    assert_budget(*runs, _layer_inputs(31), torch.float32)
 
 
-def test_the_default_path_uses_the_fast_implementations():
+def test_the_default_path_uses_the_fastest_implementation():
+    routing, inputs = _sized("random", Shape()), draw(Shape())
     dispatch.reset_counts()
-    _layer(**_inputs(9))
-    assert dispatch.counts() == {
-        ("moe_route", "reference"): 1,
-        ("moe_experts", "grouped_mm"): 1,
-        ("moe_combine", "gather_sum"): 1,
-    }
+    moe_mlp(*inputs.values(), routing)
+    assert dispatch.counts()[OP, runnable(OP)[0]] == 1
+    dispatch.reset_counts()
+    with dispatch.force(moe_mlp="composed"):
+        moe_mlp(*inputs.values(), routing)
+    parts = {(op, runnable(op)[0]): 1 for op in ("moe_experts", "moe_combine")}
+    assert dispatch.counts() == {(OP, "composed"): 1, **parts}
+
+
+def test_takes_what_experts_and_combine_take():
+    taken = [list(inspect.signature(function).parameters) for function in (experts, combine)]
+    assert list(inspect.signature(moe_mlp).parameters) == taken[0] + taken[1][2:]
 
 
 def test_a_balanced_layer_equals_the_sum_over_the_experts_it_used():
-    inputs = {name: t.double() for name, t in _inputs(63).items()}
+    inputs = {name: t.double() for name, t in _layer_inputs(63).items()}
     logits_TE = inputs["x"] @ inputs["router"].T
     logits_TE[:, 0] += 2
     load_E = torch.tensor([9.0, 1, 1, 1])
@@ -111,25 +352,61 @@ def test_a_balanced_layer_equals_the_sum_over_the_experts_it_used():
     assert_close(moe_mlp(inputs["x"], inputs["w13"], inputs["w2"], routing), expected)
 
 
-def test_zero_tokens():
-    inputs = {name: t.requires_grad_() for name, t in _inputs(0).items()}
-    out = _layer(**inputs)
-    out.sum().backward()
-    assert out.shape == (0, D)
-    assert torch.equal(inputs["w13"].grad, torch.zeros(E, 2 * F, D))
+def test_compiles_with_its_router_for_the_default_backend():
+    assert_compiles(_layer, _layer_inputs(9), "inductor", truth=_stock_layer)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiles(backend):
-    routing = route(torch.randn(9, E), top_k=2)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x_TD": torch.randn(4, 8)}, r"moe_mlp: x has shape \(4, 8\), expected \(3, 8\)"),
+        ({"b13_EP": torch.randn(5, 6)}, r"moe_mlp: b13 has shape \(5, 6\), expected \(5, 12\)"),
+        ({"activation": "tanh"}, "moe_mlp: activation = 'tanh'"),
+        ({"residual_TD": torch.randn(3, 7)}, r"residual has shape \(3, 7\), expected \(3, 8\)"),
+        ({"shared_TD": torch.ones(3, 8).int()}, "shared has dtype torch.int32"),
+        ({"shared_TD": torch.randn(3, 8, device="meta")}, "shared on meta"),
+    ],
+)
+def test_errors_name_the_argument(arguments, message):
+    inputs = draw(Shape(T=3, D=8, F=6))
+    valid = {"x_TD": inputs["x"], "w13_EPD": inputs["w13"], "w2_EDF": inputs["w2"]}
+    with pytest.raises(ShapeError, match=message):
+        moe_mlp(**{**valid, "routing": routing_of("random", 3, 5, 2), **arguments})
 
-    def run(x, w13, w2):
-        return moe_mlp(x, w13, w2, routing, residual_TD=x, shared_TD=2 * x)
 
-    inputs = _inputs(9)
-    del inputs["router"]
-    assert_compiles(run, inputs, backend)
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "transposed"])
+@pytest.mark.parametrize("width", [16, 13])
+@pytest.mark.parametrize("implementation", runnable(OP))
+def test_gradients_of_weights_are_added_to_buffers(implementation, width, transposed):
+    routing = routing_of("random", 37, 4, 2)
+    x, w13, w2 = torch.randn(37, width), torch.randn(4, 24, width), torch.randn(4, width, 12)
+    if transposed:
+        w13, w2 = w13.mT.contiguous().mT, w2.mT.contiguous().mT
+    weights = [w13.requires_grad_(), w2.requires_grad_()]
+    buffers = [torch.randn(t.shape) for t in weights]
+    before = [t.clone() for t in buffers]
+    with forced(OP, implementation):
+        grads = torch.autograd.grad(moe_mlp(x, *weights, routing).sum(), weights)
+        moe_mlp(x, *weights, routing, accumulate=(buffers[0], buffers[1])).sum().backward()
+    assert all(weight.grad is None for weight in weights)
+    for buffer, start, grad in zip(buffers, before, grads, strict=True):
+        torch.testing.assert_close(buffer - start, grad, rtol=1e-5, atol=1e-5)
 
 
-def test_compiles_with_its_router():
-    assert_compiles(_layer, _inputs(9))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, b: (a[:, :-1], b), "accumulate for w13 has shape"),
+        (lambda a, b: (a.bfloat16(), b), "accumulate for w13 is torch.bfloat16"),
+        (lambda a, b: (a, b.requires_grad_()), "accumulate for w2 is torch.float32, requires_grad"),
+        (lambda a, b: (a.transpose(0, 1).contiguous().transpose(0, 1), b), "has strides"),
+    ],
+)
+def test_buffers_that_do_not_fit_are_refused(change, message):
+    routing, weights = (
+        routing_of("random", 9, 4, 2),
+        (torch.randn(4, 24, 16), torch.randn(4, 16, 12)),
+    )
+    buffers = change(torch.zeros(4, 24, 16), torch.zeros(4, 16, 12))
+    with pytest.raises(ShapeError, match=message):
+        moe_mlp(torch.randn(9, 16), *weights, routing, accumulate=buffers)

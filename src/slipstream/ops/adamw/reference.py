@@ -30,7 +30,7 @@ def adamw_reference(
         master = param if masters is None else masters[i]
         g = grad.to(m.dtype) / grad_divisor
         next_step = step + 1
-        next_m = options.beta1 * m + (1 - options.beta1) * g
+        next_m = torch.lerp(m, g, 1 - options.beta1)
         next_v = options.beta2 * v + (1 - options.beta2) * g * g
         m_hat = next_m / _unseen(options.beta1, next_step)
         v_hat = next_v / _unseen(options.beta2, next_step)

@@ -17,7 +17,13 @@ def combine_gather(
 ) -> torch.Tensor:
     """Same sum as the reference, slots added in order k = 0 .. K-1, then shared, then residual."""
     return _Combine.apply(
-        y_ND, routing.weight_TK, routing.order_N, routing.position_N, residual_TD, shared_TD
+        y_ND,
+        routing.weight_TK,
+        routing.offsets_E1,
+        routing.order_N,
+        routing.position_N,
+        residual_TD,
+        shared_TD,
     )
 
 
@@ -27,6 +33,7 @@ class _Combine(torch.autograd.Function):
         ctx: Any,
         y_ND: torch.Tensor,
         weight_TK: torch.Tensor,
+        offsets_E1: torch.Tensor,
         order_N: torch.Tensor,
         position_N: torch.Tensor,
         residual_TD: torch.Tensor | None,
@@ -36,11 +43,12 @@ class _Combine(torch.autograd.Function):
         out_TD = torch.zeros(weight_TK.shape[0], y_ND.shape[1], dtype=wide, device=y_ND.device)
         for weight_T, position_T in zip(weight_TK.unbind(1), position_TK.unbind(1), strict=True):
             # Not in place: torch 2.11's compiler then loses the gradient, without an error.
-            out_TD = out_TD + weight_T.to(wide)[:, None] * y_ND.index_select(0, position_T)
+            rows_TD = _present(y_ND, position_T, offsets_E1)
+            out_TD = out_TD + weight_T.to(wide)[:, None] * rows_TD
         for extra in (shared_TD, residual_TD):
             if extra is not None:
                 out_TD = out_TD + extra
-        ctx.save_for_backward(y_ND, weight_TK, order_N, position_N)
+        ctx.save_for_backward(y_ND, weight_TK, offsets_E1, order_N, position_N)
         ctx.extras = [None if t is None else t.dtype for t in (residual_TD, shared_TD)]
         # Nor for a cast that changes nothing, for the same reason.
         return out_TD if wide == y_ND.dtype else out_TD.to(y_ND.dtype)
@@ -51,17 +59,27 @@ class _Combine(torch.autograd.Function):
     # pyrefly: ignore[bad-override]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (dout_TD,) = grads
-        y_ND, weight_TK, order_N, position_N = ctx.saved_tensors
+        y_ND, weight_TK, offsets_E1, order_N, position_N = ctx.saved_tensors
         wide, position_TK = compute_dtype(y_ND), position_N.view(weight_TK.shape)
         rows_ND = dout_TD.index_select(0, order_N // weight_TK.shape[1]).to(wide)
-        dy_ND = (rows_ND * weight_TK.to(wide).flatten()[order_N][:, None]).to(y_ND.dtype)
+        weight_N = weight_TK.to(wide).flatten()[order_N]
+        absent_N = torch.arange(len(order_N), device=order_N.device) >= offsets_E1[-1]
+        dy_ND = (rows_ND * weight_N[:, None]).masked_fill(absent_N[:, None], 0).to(y_ND.dtype)
         dout = dout_TD.to(wide)
         dweight_TK = torch.stack(
             [
-                (dout * y_ND.index_select(0, position_T)).sum(1)
+                (dout * _present(y_ND, position_T, offsets_E1)).sum(1)
                 for position_T in position_TK.unbind(1)
             ],
             dim=1,
         )
         extras = [None if dtype is None else dout_TD.to(dtype) for dtype in ctx.extras]
-        return dy_ND, dweight_TK.to(weight_TK.dtype), None, None, *extras
+        return dy_ND, dweight_TK.to(weight_TK.dtype), None, None, None, *extras
+
+
+def _present(
+    y_ND: torch.Tensor, position_T: torch.Tensor, offsets_E1: torch.Tensor
+) -> torch.Tensor:
+    """One row of ``y`` per token, zeros where the slot is absent (its row may hold anything)."""
+    absent_T = position_T >= offsets_E1[-1]
+    return y_ND.index_select(0, position_T).masked_fill(absent_T[:, None], 0)

@@ -14,7 +14,9 @@ def combine_reference(
 ) -> torch.Tensor:
     """``residual + shared + sum_k weight[t, k] * y[row of slot (t, k)]``, rounded once."""
     wide = compute_dtype(y_ND)
-    slots_TKD = y_ND[routing.position_N].to(wide).view(*routing.expert_TK.shape, y_ND.shape[1])
+    present_N = routing.position_N < routing.offsets_E1[-1]
+    slots_ND = torch.where(present_N[:, None], y_ND[routing.position_N].to(wide), 0)
+    slots_TKD = slots_ND.view(*routing.expert_TK.shape, y_ND.shape[1])
     out_TD = (slots_TKD * routing.weight_TK.to(wide)[:, :, None]).sum(1)
     for extra in (shared_TD, residual_TD):
         if extra is not None:

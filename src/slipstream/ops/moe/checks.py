@@ -1,0 +1,57 @@
+"""Checks the MoE ops share, and how they follow autocast."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from slipstream.errors import ShapeError
+from slipstream.ops import check
+from slipstream.ops.moe.routing import Routing
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def floating(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise unless all given tensors hold floating-point numbers."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_floating_point():
+            raise ShapeError(
+                f"{op}: {name} has dtype {tensor.dtype}, expected a floating-point dtype; cast it"
+            )
+
+
+def integer(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise unless ``tensor`` holds int32 or int64."""
+    if tensor.dtype not in INTEGERS:
+        raise ShapeError(f"{op}: {name} has dtype {tensor.dtype}, expected int32 or int64; cast it")
+
+
+def routing_maps(op: str, routing: Routing, num_experts: int | None = None) -> None:
+    """Raise unless the maps of ``routing`` fit together (and ``num_experts`` experts)."""
+    check.shape(op, "routing.expert", routing.expert_TK, None, None)
+    tokens, top_k = routing.expert_TK.shape
+    check.shape(op, "routing.weight", routing.weight_TK, tokens, top_k)
+    floating(op, **{"routing.weight": routing.weight_TK})
+    edges = None if num_experts is None else num_experts + 1
+    check.shape(op, "routing.offsets", routing.offsets_E1, edges)
+    maps = {"order": routing.order_N, "position": routing.position_N}
+    for name, tensor in maps.items():
+        check.shape(op, f"routing.{name}", tensor, tokens * top_k)
+    for name, tensor in {"offsets": routing.offsets_E1, **maps}.items():
+        integer(op, f"routing.{name}", tensor)
+
+
+def follow_autocast(
+    rows: torch.Tensor,
+) -> tuple[torch.Tensor, AbstractContextManager[object, bool | None]]:
+    """``rows`` as autocast wants them, and a context with autocast off to run the op in.
+
+    The op casts its weights to the dtype of its rows. As everywhere in PyTorch, fp64 is kept.
+    """
+    device = rows.device.type
+    # torch 2.11's compiler cannot trace the question whether a device has autocast.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return rows, nullcontext()
+    if rows.dtype != torch.float64:
+        rows = rows.to(torch.get_autocast_dtype(device))
+    return rows, torch.autocast(device, enabled=False)

@@ -1,0 +1,66 @@
+"""Weight gradients added to fp32 buffers instead of handed to autograd."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from slipstream.errors import ShapeError
+from slipstream.ops import check
+
+Accumulate = tuple[torch.Tensor, torch.Tensor]
+"""Where the gradients of w13 and w2 are added: fp32, shaped like them."""
+
+
+def check_accumulate(
+    op: str, w13_EPD: torch.Tensor, w2_EDF: torch.Tensor, accumulate: Accumulate | None
+) -> None:
+    """Raise unless the buffers fit the weights."""
+    if accumulate is None:
+        return
+    for name, buffer, weight in zip(("w13", "w2"), accumulate, (w13_EPD, w2_EDF), strict=True):
+        check.shape(op, f"accumulate for {name}", buffer, *weight.shape)
+        check.same_device(op, **{name: weight, f"accumulate for {name}": buffer})
+        if not (buffer.is_contiguous() or buffer.mT.is_contiguous()):
+            raise ShapeError(
+                f"{op}: accumulate for {name} has strides {buffer.stride()}, expected it, or its "
+                f"transpose .mT, to be contiguous"
+            )
+        if buffer.dtype != torch.float32 or buffer.requires_grad:
+            raise ShapeError(
+                f"{op}: accumulate for {name} is {buffer.dtype}, requires_grad = "
+                f"{buffer.requires_grad}; expected a plain torch.float32 buffer"
+            )
+
+
+def adding(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``run(x, w13, w2, ...)`` with a last argument ``accumulate``, for code that has none."""
+
+    def wrapped(
+        x: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        *args: Any,
+        accumulate: Accumulate | None = None,
+    ) -> torch.Tensor:
+        if accumulate is not None:
+            w13, w2 = _AddTo.apply(w13, accumulate[0]), _AddTo.apply(w2, accumulate[1])
+        return run(x, w13, w2, *args)
+
+    return wrapped
+
+
+class _AddTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        ctx.buffer = buffer
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    # once_differentiable's own type hides the parameter names.
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
+        ctx.buffer += grads[0]
+        return None, None

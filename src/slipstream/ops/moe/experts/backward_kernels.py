@@ -1,0 +1,198 @@
+"""Backward of the expert MLPs: activation, weight gradients, bias gradients.
+
+The products over rows (``da``, ``dx``) are ``moe_rows_kernel``. Here a token dimension of any
+length is contracted per expert; an expert without rows gets zeros. Nothing is added atomically.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.ops.moe.experts.kernels import gate_function
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def moe_activation_bwd_kernel(
+    da_ptr, h_ptr, weight_ptr, order_ptr, offsets_ptr, dh_ptr, aw_ptr, dweight_ptr, num_rows,
+    alpha, limit,
+    E: tl.constexpr, F: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """Rows of ``dh``, of the weighted activation ``aw`` and of ``dweight = sum(da * a)``.
+
+    ``da`` is the gradient of the activation before the row's weight. ``weight_ptr`` and
+    ``dweight_ptr`` are in slot order, or None for rows without weights. A slot of no expert gets
+    a zero ``dweight``.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid = rows < num_rows
+    present = valid & (rows < tl.load(offsets_ptr + E))
+    P: tl.constexpr = 2 * F if GATED else F
+    dtype = da_ptr.dtype.element_ty
+    slots, weight = rows, 1.0
+    if weight_ptr is not None:
+        slots = tl.load(order_ptr + rows, mask=valid, other=0)
+        weight = tl.load(weight_ptr + slots, mask=valid, other=0.0)[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
+    for f in tl.range(0, F, BLOCK_F):
+        columns = f + tl.arange(0, BLOCK_F)
+        inside = present[:, None] & (columns < F)[None, :]
+        at_row = rows[:, None] * F + columns[None, :]
+        at_gate = rows[:, None] * P + columns[None, :]
+        da = tl.load(da_ptr + at_row, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(h_ptr + at_gate, mask=inside, other=0.0).to(tl.float32)
+        flows = gate <= limit
+        if ACTIVATION == "clamped":
+            gate = tl.minimum(gate, limit)
+        value, slope = gate_function(gate, alpha, ACTIVATION)
+        grad = da
+        if weight_ptr is not None:
+            grad = da * weight
+        if GATED:
+            up = tl.load(h_ptr + at_gate + F, mask=inside, other=0.0).to(tl.float32)
+            dup = grad * value
+            if ACTIVATION == "clamped":
+                dup = tl.where((up >= -limit) & (up <= limit), dup, 0.0)
+                slope = tl.where(flows, slope, 0.0)
+                up = tl.maximum(tl.minimum(up, limit), -limit) + 1
+            a = value * up
+            dgate = grad * up * slope
+            if INTERLEAVED:
+                pair = tl.interleave(dgate.to(dtype), dup.to(dtype))
+                wide = 2 * f + tl.arange(0, 2 * BLOCK_F)
+                here = present[:, None] & (wide < P)[None, :]
+                tl.store(dh_ptr + rows[:, None] * P + wide[None, :], pair, mask=here)
+            else:
+                tl.store(dh_ptr + at_gate, dgate.to(dtype), mask=inside)
+                tl.store(dh_ptr + at_gate + F, dup.to(dtype), mask=inside)
+        else:
+            a = value
+            tl.store(dh_ptr + at_gate, (grad * slope).to(dtype), mask=inside)
+        total += da * a
+        if weight_ptr is not None:
+            a *= weight
+        tl.store(aw_ptr + at_row, a.to(dtype), mask=inside)
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + slots, tl.sum(total, 1), mask=valid)
+
+
+@triton.jit
+def tokens_of(
+    order_ptr, row, end,
+    TOP_K: tl.constexpr, GATHER: tl.constexpr, DIRECT: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Where the data of ``BLOCK_K`` rows from ``row`` on lies: at their tokens, or at the rows.
+
+    ``DIRECT`` hides the load from Triton's pipeliner. As an asynchronous copy it would be the last
+    in the queue, and waiting for it would drain all copies before it. The pipeliner runs ahead of
+    the loop's end, so the address is kept inside.
+    """
+    rows = row + tl.arange(0, BLOCK_K)
+    if not GATHER:
+        tokens = rows.to(tl.int64)
+    elif DIRECT:
+        pointers = order_ptr + tl.maximum(tl.minimum(rows, end - 1), 0)
+        slots = tl.inline_asm_elementwise(
+            "ld.global.nc.b64 $0, [$1];", "=l,l", [pointers], tl.int64, is_pure=True, pack=1
+        )
+        tokens = slots // TOP_K
+    else:
+        tokens = tl.load(order_ptr + rows, mask=rows < end, other=0) // TOP_K
+    return tokens
+
+
+@triton.jit
+def full_block(
+    source_ptr, source_desc, tokens, row, column,
+    WIDTH: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows that are all there, ``BLOCK`` columns of them."""
+    columns = column + tl.arange(0, BLOCK)
+    if not GATHER:
+        block = source_desc.load([row, column])
+    elif WIDTH % BLOCK == 0:
+        block = tl.load(source_ptr + tokens[:, None] * WIDTH + columns[None, :])
+    else:
+        inside = (columns < WIDTH)[None, :]
+        block = tl.load(
+            source_ptr + tokens[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0
+        )
+    return block
+
+
+@triton.jit
+def part_block(source_ptr, tokens, here, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of which some are there, zeros for the others."""
+    columns = column + tl.arange(0, BLOCK)
+    inside = (columns < WIDTH)[None, :] & here[:, None]
+    return tl.load(source_ptr + tokens[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_entries"])
+def moe_outer_kernel(
+    left_ptr, left_desc, right_ptr, right_desc, out_ptr, order_ptr, offsets_ptr, schedule_ptr,
+    num_entries,
+    TOP_K: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr, DIRECT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """``out[e] = left[rows of e]^T right[rows of e]`` (E, LEFT, RIGHT), added where ``ACCUMULATE``.
+
+    A gathered operand is read at the token of each row. The last, partial block of an expert is
+    masked apart from the loop, which then needs no masks. ``DIRECT``: see ``tokens_of``.
+    """
+    GATHERS: tl.constexpr = GATHER_LEFT or GATHER_RIGHT
+    num_m: tl.constexpr = (LEFT + BLOCK_M - 1) // BLOCK_M
+    num_n: tl.constexpr = (RIGHT + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0)
+    # The experts in order of size stand behind the tiles' entries.
+    expert = tl.load(schedule_ptr + 2 * (1 + num_entries + tile // (num_m * num_n)))
+    tile = tile % (num_m * num_n)
+    first = (tile // (GROUP * num_n)) * GROUP
+    size = tl.minimum(num_m - first, GROUP)
+    m = (first + (tile % (GROUP * num_n)) % size) * BLOCK_M
+    n = ((tile % (GROUP * num_n)) // size) * BLOCK_N
+    start = tl.load(offsets_ptr + expert)
+    end = tl.load(offsets_ptr + expert + 1)
+    full = start + (end - start) // BLOCK_K * BLOCK_K
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for row in tl.range(start, full, BLOCK_K, num_stages=STAGES):
+        tokens = tokens_of(order_ptr, row, end, TOP_K, GATHERS, DIRECT, BLOCK_K)
+        left = full_block(left_ptr, left_desc, tokens, row, m, LEFT, GATHER_LEFT, BLOCK_M)
+        right = full_block(right_ptr, right_desc, tokens, row, n, RIGHT, GATHER_RIGHT, BLOCK_N)
+        acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
+    if full < end:
+        here = full + tl.arange(0, BLOCK_K) < end
+        rows = (full + tl.arange(0, BLOCK_K)).to(tl.int64)
+        tokens = tokens_of(order_ptr, full, end, TOP_K, GATHERS, False, BLOCK_K)
+        left = part_block(left_ptr, tokens if GATHER_LEFT else rows, here, m, LEFT, BLOCK_M)
+        right = part_block(right_ptr, tokens if GATHER_RIGHT else rows, here, n, RIGHT, BLOCK_N)
+        acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
+    rows = m + tl.arange(0, BLOCK_M)
+    columns = n + tl.arange(0, BLOCK_N)
+    out = out_ptr + (expert.to(tl.int64) * LEFT + rows[:, None]) * RIGHT + columns[None, :]
+    inside = (rows < LEFT)[:, None] & (columns < RIGHT)[None, :]
+    if ACCUMULATE:
+        acc += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def moe_row_sum_kernel(
+    x_ptr, out_ptr, offsets_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """``out[e] = sum of the rows of e``, fp32 (E, WIDTH), in row order: the gradient of a bias."""
+    expert = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(offsets_ptr + expert)
+    end = tl.load(offsets_ptr + expert + 1)
+    total = tl.zeros((BLOCK_K, BLOCK), tl.float32)
+    for row in tl.range(start, end, BLOCK_K):
+        rows = row + tl.arange(0, BLOCK_K)
+        inside = (rows < end)[:, None] & (columns < WIDTH)[None, :]
+        pointers = x_ptr + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        total += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    out = out_ptr + expert.to(tl.int64) * WIDTH + columns
+    tl.store(out, tl.sum(total, 0), mask=columns < WIDTH)

@@ -1,0 +1,347 @@
+"""Launches of the expert kernels: allocation, grids, descriptors. Widths are multiples of 16 bytes.
+
+Functions take tensors as they are and return new ones; nothing here synchronises.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from slipstream.ops.moe.combine.kernels import (
+    moe_gather_sum_kernel,
+    moe_slot_dots_kernel,
+    moe_spread_rows_kernel,
+)
+from slipstream.ops.moe.experts.backward_kernels import (
+    moe_activation_bwd_kernel,
+    moe_outer_kernel,
+    moe_row_sum_kernel,
+)
+from slipstream.ops.moe.experts.kernels import (
+    TILE_ROWS,
+    moe_rows_kernel,
+    moe_schedule_kernel,
+    moe_up_kernel,
+)
+from slipstream.ops.moe.experts.options import ExpertsOptions
+from slipstream.ops.moe.experts.tuned import Tile
+from slipstream.ops.triton_support import cdiv, next_power_of_2
+
+ALIGN_BYTES = 16
+MAX_POINTWISE = 4096
+ROWS_PER_TILE = TILE_ROWS.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the rows of each expert are."""
+
+    num_rows: int
+    """N, absent slots included."""
+    top_k: int
+    order_N: torch.Tensor
+    position_N: torch.Tensor
+    offsets_E1: torch.Tensor
+    schedule: torch.Tensor
+
+    @classmethod
+    def of_slots(cls, position_N: torch.Tensor, offsets_E1: torch.Tensor, top_k: int) -> "Layout":
+        """What gathers over slots need: no order, no schedule."""
+        none, rows = position_N.new_empty(0), position_N.shape[0]
+        maps = {"position_N": position_N.contiguous(), "offsets_E1": offsets_E1.contiguous()}
+        return cls(num_rows=rows, top_k=top_k, order_N=none, schedule=none, **maps)
+
+    @classmethod
+    def of_rows(cls, offsets_E1: torch.Tensor, num_rows: int) -> "Layout":
+        """Rows that are grouped already: no slots."""
+        none, offsets_E1 = offsets_E1.new_empty(0), offsets_E1.to(torch.int32).contiguous()
+        maps = {"order_N": none, "position_N": none, "offsets_E1": offsets_E1}
+        return cls(num_rows=num_rows, top_k=1, schedule=schedule(offsets_E1, num_rows), **maps)
+
+    @property
+    def num_entries(self) -> int:
+        """Room for tiles in the schedule: the most there can be."""
+        return self.schedule.shape[0] - 1 - self.num_experts
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.offsets_E1.shape[0] - 1
+
+
+def schedule(offsets_E1: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """``Routing.schedule`` from the offsets."""
+    experts = offsets_E1.shape[0] - 1
+    entries = num_rows // ROWS_PER_TILE + min(experts, num_rows)
+    out = torch.empty(1 + entries + experts, 2, dtype=torch.int32, device=offsets_E1.device)
+    moe_schedule_kernel[(experts,)](
+        offsets_E1, out, entries, E=experts, BLOCK_E=next_power_of_2(experts), BLOCK=64,
+        num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def up(
+    x: torch.Tensor,
+    w13_EPD: torch.Tensor,
+    b13_EP: torch.Tensor | None,
+    layout: Layout,
+    options: ExpertsOptions,
+    tile: Tile,
+    *,
+    want_h: bool,
+    want_a: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """``h (N, P)`` and ``a (N, F)`` of tokens x (T, D); None for what is not wanted."""
+    rows, hidden = w13_EPD.shape[1], w13_EPD.shape[1] // (2 if options.gated else 1)
+    h = x.new_empty(layout.num_rows, rows) if want_h else None
+    a = x.new_empty(layout.num_rows, hidden) if want_a else None
+    if not layout.num_rows:  # a descriptor cannot be empty
+        return h, a
+    split = options.gated and not options.interleaved
+    if tile.gather_before:
+        x = spread_rows(x, None, layout)
+    weight, transposed = _weight_descriptor(w13_EPD, tile, split)
+    width = tile.block_n // 2 if options.gated else tile.block_n
+    moe_up_kernel[_persistent(layout, tile, cdiv(hidden, width), x.device)](
+        x, None if not tile.gather_before else _rows_descriptor(x, tile), weight,
+        _contiguous(b13_EP), h, a,
+        layout.order_N, layout.offsets_E1, layout.schedule,
+        float(options.alpha), float(options.limit),
+        TOP_K=layout.top_k, D=x.shape[1], F=hidden,
+        ACTIVATION=options.gating, GATED=options.gated, INTERLEAVED=options.interleaved,
+        TRANSPOSED=transposed, GATHER=not tile.gather_before, PRECISION=_precision(x),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group,
+        STAGES=tile.num_stages, FLATTEN=tile.flatten, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return h, a
+
+
+def rows(
+    x: torch.Tensor,
+    weight_EOI: torch.Tensor,
+    bias_EO: torch.Tensor | None,
+    layout: Layout,
+    tile: Tile,
+    *,
+    gather: bool = False,
+    zero: bool = False,
+) -> torch.Tensor:
+    """``x[r] @ weight[e]^T + bias[e]`` (N, O); x holds rows, or tokens where ``gather``.
+
+    Rows past the last offset are zeros where ``zero``, else not written.
+    """
+    new = x.new_zeros if zero else x.new_empty
+    out = new(layout.num_rows, weight_EOI.shape[1])
+    if not layout.num_rows:
+        return out
+    weight, transposed = _weight_descriptor(weight_EOI, tile, split=False)
+    moe_rows_kernel[_persistent(layout, tile, cdiv(out.shape[1], tile.block_n), x.device)](
+        x, None if gather else _rows_descriptor(x, tile), weight, _contiguous(bias_EO), out,
+        layout.order_N, layout.offsets_E1, layout.schedule,
+        TOP_K=layout.top_k, WIDTH=x.shape[1], OUT=out.shape[1],
+        TRANSPOSED=transposed, GATHER=gather, PRECISION=_precision(x),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group,
+        STAGES=tile.num_stages, FLATTEN=tile.flatten, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return out
+
+
+def activation_backward(
+    da_NF: torch.Tensor,
+    h_NP: torch.Tensor,
+    weight_TK: torch.Tensor | None,
+    layout: Layout,
+    options: ExpertsOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``dh (N, P)`` in the row order of w13, weighted ``a (N, F)``, ``dweight`` (T, K) or None."""
+    dh_NP, aw_NF = torch.empty_like(h_NP), torch.empty_like(da_NF)
+    dweight_TK = None if weight_TK is None else torch.empty_like(weight_TK)
+    hidden, together = da_NF.shape[1], _together(da_NF)
+    block = min(MAX_POINTWISE, next_power_of_2(hidden))
+    moe_activation_bwd_kernel[(cdiv(layout.num_rows, together),)](
+        da_NF, h_NP, weight_TK, layout.order_N, layout.offsets_E1, dh_NP, aw_NF, dweight_TK,
+        layout.num_rows, float(options.alpha), float(options.limit),
+        E=layout.num_experts, F=hidden,
+        ACTIVATION=options.gating, GATED=options.gated, INTERLEAVED=options.interleaved,
+        BLOCK_M=together, BLOCK_F=block, num_warps=4 if block <= 1024 else 8,
+    )  # fmt: skip
+    return dh_NP, aw_NF, dweight_TK
+
+
+def outer(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    layout: Layout,
+    tile: Tile,
+    *,
+    gather_left: bool,
+    gather_right: bool,
+    like: torch.Tensor,
+    into: torch.Tensor | None,
+) -> torch.Tensor:
+    """``left[rows of e]^T right[rows of e]`` (E, L, R) in the dtype and layout of ``like``.
+
+    Added to ``into`` where given, whose layout then counts and which is returned.
+    """
+    like = like if into is None else into
+    if like.stride(1) == 1 and like.stride(2) != 1:
+        flipped = None if into is None else into.mT
+        return outer(
+            right, left, layout, tile,
+            gather_left=gather_right, gather_right=gather_left, like=like.mT, into=flipped,
+        ).mT  # fmt: skip
+    shape = (layout.num_experts, left.shape[1], right.shape[1])
+    if into is not None and not into.is_contiguous():
+        raise AssertionError(f"gradients cannot be added to strides {into.stride()}")
+    if not layout.num_rows:
+        return torch.zeros(shape, dtype=like.dtype, device=left.device) if into is None else into
+    out = torch.empty(shape, dtype=like.dtype, device=left.device) if into is None else into
+    blocks = cdiv(shape[1], tile.block_m) * cdiv(shape[2], tile.block_n)
+    moe_outer_kernel[(layout.num_experts * blocks,)](
+        left, None if gather_left else _block_descriptor(left, tile.block_k, tile.block_m),
+        right, None if gather_right else _block_descriptor(right, tile.block_k, tile.block_n),
+        out, layout.order_N, layout.offsets_E1, layout.schedule, layout.num_entries,
+        TOP_K=layout.top_k, LEFT=shape[1], RIGHT=shape[2],
+        GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, ACCUMULATE=into is not None,
+        PRECISION=_precision(left), DIRECT=left.is_cuda and torch.version.hip is None,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group,
+        STAGES=tile.num_stages, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return out
+
+
+def row_sum(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Sum of the rows of each expert, fp32 (E, width)."""
+    width, block = x.shape[1], 64
+    out = torch.empty(layout.num_experts, width, dtype=torch.float32, device=x.device)
+    moe_row_sum_kernel[(layout.num_experts, cdiv(width, block))](
+        x, out, layout.offsets_E1, WIDTH=width, BLOCK=block, BLOCK_K=64
+    )
+    return out
+
+
+def spread_rows(
+    x_TD: torch.Tensor, weight_TK: torch.Tensor | None, layout: Layout, *, zero: bool = False
+) -> torch.Tensor:
+    """The token of each row, times its weight where given, (N, D); ``zero``: at absent slots."""
+    tokens, width = x_TD.shape
+    out = x_TD.new_empty(layout.num_rows, width)
+    block, together = min(MAX_POINTWISE, next_power_of_2(width)), _together(x_TD)
+    moe_spread_rows_kernel[(cdiv(tokens, together), cdiv(width, block))](
+        x_TD, weight_TK, layout.position_N, layout.offsets_E1, out, tokens,
+        E=layout.num_experts, TOP_K=layout.top_k, D=width, ZERO=zero,
+        BLOCK_T=together, BLOCK_D=block,
+        num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+    return out
+
+
+def slot_dots(dout_TD: torch.Tensor, rows_ND: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The product of each slot's row with its token's ``dout``, fp32 (T, K)."""
+    tokens, width = dout_TD.shape
+    out = torch.empty(tokens, layout.top_k, dtype=torch.float32, device=dout_TD.device)
+    together = _together(dout_TD)
+    moe_slot_dots_kernel[(cdiv(layout.num_rows, together),)](
+        dout_TD, rows_ND, layout.position_N, layout.offsets_E1, out, layout.num_rows,
+        E=layout.num_experts, TOP_K=layout.top_k, D=width, BLOCK_T=together,
+        BLOCK_D=min(MAX_POINTWISE, next_power_of_2(width)), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def gather_sum(
+    rows_ND: torch.Tensor,
+    weight_TK: torch.Tensor | None,
+    shared_TD: torch.Tensor | None,
+    residual_TD: torch.Tensor | None,
+    layout: Layout,
+) -> torch.Tensor:
+    """The (weighted) sum of the rows of each token, plus what else is given, (T, D)."""
+    tokens, width = layout.num_rows // layout.top_k, rows_ND.shape[1]
+    out = rows_ND.new_empty(tokens, width)
+    block, together = min(MAX_POINTWISE, next_power_of_2(width)), _together(rows_ND)
+    moe_gather_sum_kernel[(cdiv(tokens, together), cdiv(width, block))](
+        rows_ND, weight_TK, layout.position_N, layout.offsets_E1,
+        _contiguous(shared_TD), _contiguous(residual_TD), out, tokens,
+        E=layout.num_experts, TOP_K=layout.top_k, D=width, BLOCK_T=together, BLOCK_D=block,
+        num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+    return out
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, copied unless it is contiguous at an address that descriptors accept."""
+    fits = tensor.is_contiguous() and tensor.data_ptr() % ALIGN_BYTES == 0
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def aligned_weight(weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` (E, A, B), copied unless rows or columns lie as descriptors want them."""
+    step = ALIGN_BYTES // weight.element_size()
+    expert, row, column = weight.stride()
+    laid_out = expert % step == 0 and (
+        (column == 1 and row % step == 0) or (row == 1 and column % step == 0)
+    )
+    if laid_out and weight.data_ptr() % ALIGN_BYTES == 0:
+        return weight
+    return weight.clone(memory_format=torch.contiguous_format)
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _together(x: torch.Tensor) -> int:
+    # One row or token a program on a GPU; a program costs the interpreter the same for many.
+    return 1 if x.is_cuda else 64
+
+
+def _precision(x: torch.Tensor) -> str:
+    # As cuBLAS does: fp32 in full unless the user allows TF32.
+    allowed = x.is_cuda and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if allowed else "ieee"
+
+
+def _persistent(layout: Layout, tile: Tile, blocks: int, device: torch.device) -> tuple[int]:
+    tiles = layout.num_entries * (ROWS_PER_TILE // tile.block_m) * blocks
+    if device.type != "cuda":
+        return (max(1, min(tiles, 4)),)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return (max(1, min(tiles, processors * tile.programs_per_sm)),)
+
+
+def _rows_descriptor(x: torch.Tensor, tile: Tile) -> TensorDescriptor:
+    return _block_descriptor(x, tile.block_m, tile.block_k)
+
+
+def _block_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+
+
+def _weight_descriptor(
+    weight_EOI: torch.Tensor, tile: Tile, split: bool
+) -> tuple[TensorDescriptor, bool]:
+    """Descriptor of (E, out, in) weights in the layout they have, and whether that is (E, in, out).
+
+    ``split``: out rows are two halves and a block takes the same columns of both.
+    """
+    experts, out, inner = weight_EOI.shape
+    expert, row, column = weight_EOI.stride()
+    transposed = column != 1
+    half = tile.block_n // 2
+    if split:
+        if transposed:
+            shape, strides = [experts, inner, 2, out // 2], [expert, column, out // 2, 1]
+            block = [1, tile.block_k, 2, half]
+        else:
+            shape, strides = [experts, 2, out // 2, inner], [expert, out // 2 * row, row, 1]
+            block = [1, 2, half, tile.block_k]
+    elif transposed:
+        shape, strides = [experts, inner, out], [expert, column, 1]
+        block = [1, tile.block_k, tile.block_n]
+    else:
+        shape, strides = [experts, out, inner], [expert, row, 1]
+        block = [1, tile.block_n, tile.block_k]
+    return TensorDescriptor(weight_EOI, shape, strides, block), transposed

@@ -1,0 +1,179 @@
+"""Forward and backward of the expert MLPs as a sequence of launches.
+
+Backward never needs the rows the experts put out: with ``da = dout w2``, the activation from the
+saved ``h``, the gradient of a row's weight is ``sum(da * a)``; derivation in README.md.
+"""
+
+import torch
+
+from slipstream.ops.moe.experts import launch, tuned
+from slipstream.ops.moe.experts.launch import Layout
+from slipstream.ops.moe.experts.options import ExpertsOptions
+
+
+def layout_of(
+    order_N: torch.Tensor,
+    position_N: torch.Tensor,
+    offsets_E1: torch.Tensor,
+    schedule: torch.Tensor,
+    top_k: int,
+) -> Layout:
+    """The maps of a routing, contiguous."""
+    return Layout(
+        num_rows=order_N.shape[0],
+        top_k=top_k,
+        order_N=order_N.contiguous(),
+        position_N=position_N.contiguous(),
+        offsets_E1=offsets_E1.contiguous(),
+        schedule=schedule,
+    )
+
+
+def forward(
+    x_TD: torch.Tensor,
+    w13_EPD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    b13_EP: torch.Tensor | None,
+    b2_ED: torch.Tensor | None,
+    weight_TK: torch.Tensor | None,
+    shared_TD: torch.Tensor | None,
+    residual_TD: torch.Tensor | None,
+    layout: Layout,
+    options: ExpertsOptions,
+    *,
+    keep_h: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (T, D), or rows (N, D) where there are no weights; and ``h``, empty if not kept."""
+    x_TD = launch.aligned(x_TD)
+    w13_EPD, w2_EDF = launch.aligned_weight(w13_EPD), launch.aligned_weight(w2_EDF)
+    h_NP, a_NF = launch.up(
+        x_TD, w13_EPD, b13_EP, layout, options, _tile("up", x_TD, layout, w2_EDF),
+        want_h=keep_h, want_a=True,
+    )  # fmt: skip
+    assert a_NF is not None
+    out = launch.rows(a_NF, w2_EDF, b2_ED, layout, _tile("down", x_TD, layout, w2_EDF))
+    if weight_TK is not None:
+        weight_TK = weight_TK.contiguous()
+        out = launch.gather_sum(out, weight_TK, shared_TD, residual_TD, layout)
+    return out, x_TD.new_empty(0) if h_NP is None else h_NP
+
+
+def backward(
+    dout: torch.Tensor,
+    x_TD: torch.Tensor,
+    h_NP: torch.Tensor | None,
+    w13_EPD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    b13_EP: torch.Tensor | None,
+    b2_ED: torch.Tensor | None,
+    weight_TK: torch.Tensor | None,
+    expert_TK: torch.Tensor,
+    layout: Layout,
+    options: ExpertsOptions,
+    *,
+    weight_dtype: torch.dtype,
+    need_x: bool,
+    need_w13: bool,
+    need_w2: bool,
+    dw13_into: torch.Tensor | None = None,
+    dw2_into: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Gradients of x, w13, w2, b13, b2 and the weights; empty for what is not there or needed."""
+    x_TD, dout = launch.aligned(x_TD), launch.aligned(dout)
+    w13_EPD, w2_EDF = launch.aligned_weight(w13_EPD), launch.aligned_weight(w2_EDF)
+    weight_TK = None if weight_TK is None else weight_TK.contiguous()
+    tiles = {product: _tile(product, x_TD, layout, w2_EDF) for product in tuned.PRODUCTS}
+    h_NP = _kept(h_NP, x_TD, w13_EPD, b13_EP, layout, options, tiles["up"])
+    rows_ND, gather = _rows_of(dout, weight_TK, layout, tiles)
+    da_NF = launch.rows(rows_ND, w2_EDF.mT, None, layout, tiles["da"], gather=gather)
+    dh_NP, aw_NF, dweight_TK = launch.activation_backward(da_NF, h_NP, weight_TK, layout, options)
+    del da_NF, h_NP
+
+    dw2 = dx = dw13 = db13 = db2 = None
+    if need_w2:
+        dw2 = launch.outer(
+            rows_ND, aw_NF, layout, tiles["dw2"], gather_left=gather, gather_right=False,
+            like=_like(w2_EDF, weight_dtype), into=dw2_into,
+        )  # fmt: skip
+    del rows_ND, aw_NF
+    if need_x:
+        dx = launch.gather_sum(
+            launch.rows(dh_NP, w13_EPD.mT, None, layout, tiles["dx"]), None, None, None, layout
+        )
+    if need_w13:
+        before = tiles["dw13"].gather_before
+        dw13 = launch.outer(
+            dh_NP, launch.spread_rows(x_TD, None, layout) if before else x_TD, layout,
+            tiles["dw13"], gather_left=False, gather_right=not before,
+            like=_like(w13_EPD, weight_dtype), into=dw13_into,
+        )  # fmt: skip
+    if b13_EP is not None:
+        db13 = launch.row_sum(dh_NP, layout).to(b13_EP.dtype)
+    if b2_ED is not None:
+        db2, dweight_TK = _bias_gradients(dout, b2_ED, weight_TK, dweight_TK, expert_TK, layout)
+    dw13, dw2 = dw13 if dw13_into is None else None, dw2 if dw2_into is None else None
+    gradients = (dx, dw13, dw2, db13, db2, dweight_TK)
+    return [x_TD.new_empty(0) if grad is None else grad for grad in gradients]
+
+
+def _kept(
+    h_NP: torch.Tensor | None,
+    x_TD: torch.Tensor,
+    w13_EPD: torch.Tensor,
+    b13_EP: torch.Tensor | None,
+    layout: Layout,
+    options: ExpertsOptions,
+    tile: tuned.Tile,
+) -> torch.Tensor:
+    """``h`` as saved, or computed again."""
+    if h_NP is None:
+        h_NP, _ = launch.up(x_TD, w13_EPD, b13_EP, layout, options, tile, want_h=True, want_a=False)
+        assert h_NP is not None
+    return h_NP
+
+
+def _rows_of(
+    dout: torch.Tensor,
+    weight_TK: torch.Tensor | None,
+    layout: Layout,
+    tiles: dict[str, tuned.Tile],
+) -> tuple[torch.Tensor, bool]:
+    """``dout`` as rows, and whether the products still have to gather them from its tokens.
+
+    Without weights ``dout`` has rows already. Copied out once if one of the two products that read
+    them likes that: the other then has it for nothing.
+    """
+    if weight_TK is None:
+        return dout, False
+    if tiles["da"].gather_before or tiles["dw2"].gather_before:
+        return launch.spread_rows(dout, None, layout), False
+    return dout, True
+
+
+def _like(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # Shape, strides and dtype of a gradient, without memory.
+    return torch.empty_like(weight, dtype=dtype, device="meta")
+
+
+def _bias_gradients(
+    dout: torch.Tensor,
+    b2_ED: torch.Tensor,
+    weight_TK: torch.Tensor | None,
+    dweight_TK: torch.Tensor | None,
+    expert_TK: torch.Tensor,
+    layout: Layout,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    # The bias of the down projection, weighed like its rows, as dense products over (T, E).
+    if weight_TK is None or dweight_TK is None:
+        return launch.row_sum(dout, layout).to(b2_ED.dtype), None
+    experts = layout.num_experts
+    slot_TK = expert_TK.clamp(max=experts)  # absent slots share a column that is cut off
+    dense = weight_TK.new_zeros(len(expert_TK), experts + 1).scatter_(1, slot_TK, weight_TK)
+    dout = dout.float()
+    db2 = dense[:, :experts].T @ dout
+    dots = torch.nn.functional.pad(dout @ b2_ED.float().T, (0, 1))
+    return db2.to(b2_ED.dtype), dweight_TK + dots.gather(1, slot_TK)
+
+
+def _tile(product: str, x: torch.Tensor, layout: Layout, w2_EDF: torch.Tensor) -> tuned.Tile:
+    return tuned.lookup(product, x.device, x.dtype, layout.num_rows, w2_EDF)

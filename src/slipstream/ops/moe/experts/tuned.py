@@ -1,0 +1,205 @@
+"""Tile configurations of the expert kernels: data, chosen by device, dtype and shape.
+
+A file written by ``slipstream tune moe`` overrides the table; its path is in the environment
+variable ``SLIPSTREAM_TUNED`` or ``~/.config/slipstream/tuned.json``.
+"""
+
+import functools
+import json
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.errors import ConfigError
+
+PRODUCTS = ("up", "down", "da", "dx", "dw13", "dw2")
+"""The grouped products of the layer: two forward, four backward."""
+ROW_PRODUCTS = ("up", "down", "da", "dx")
+"""Those whose result has a row per token and expert."""
+ENVIRONMENT = "SLIPSTREAM_TUNED"
+TILE_ROWS = 128
+"""Rows of an entry of the schedule; ``block_m`` of a product over rows divides it."""
+INTERPRETER = 0
+"""Stands for a compute capability where Triton interprets the kernels on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """How one product is cut up and run."""
+
+    block_m: int
+    """Rows of the result: 128 where they are tokens, or 64, which halves what tails waste."""
+    block_n: int
+    """Columns of the result; ``up`` counts gate and up columns together."""
+    block_k: int
+    """Length of a step of the contraction."""
+    num_warps: int
+    num_stages: int
+    """Depth of the pipeline of loads."""
+    group: int = 8
+    """Row blocks that run together over all columns, for the L2 cache."""
+    flatten: bool = False
+    """One loop over tiles and steps, so that loads cross the end of a tile."""
+    programs_per_sm: int = 1
+    """Size of a persistent grid; no effect on ``dw13`` and ``dw2``."""
+    gather_before: bool = False
+    """Copy gathered rows out before the product instead of gathering inside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A tile and the calls it is for: the first rule of a product that fits is used."""
+
+    product: str
+    capability: int
+    """Major * 10 + minor, the least it is for."""
+    max_rows_per_expert: float
+    """Mean rows per expert up to which it is for."""
+    tile: Tile
+    dtype: str | None = None
+    """``float32``, ``bfloat16`` or ``float16``; None: both 16-bit ones."""
+    width: int | None = None
+    """D it was measured for; None: any."""
+    hidden: int | None = None
+    """F it was measured for; None: any."""
+
+
+_ALWAYS = float("inf")
+
+
+def _rules(capability: int, dtype: str | None, **tiles: Tile) -> list[Rule]:
+    return [
+        Rule(product=p, capability=capability, dtype=dtype, max_rows_per_expert=_ALWAYS, tile=t)
+        for p, t in tiles.items()
+    ]
+
+
+def _for_all(tile: Tile) -> dict[str, Tile]:
+    return dict.fromkeys(PRODUCTS, tile)
+
+
+_HOPPER = Tile(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
+_AMPERE = Tile(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=3)
+_FULL_PRECISION = Tile(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2)
+_INTERPRETED = Tile(block_m=128, block_n=64, block_k=32, num_warps=4, num_stages=1)
+
+TABLE: list[Rule] = [
+    # Consumer Blackwell has the shared memory of Ada.
+    *_rules(120, None, **_for_all(_AMPERE)),
+    *_rules(
+        90,
+        None,
+        up=replace(_HOPPER, num_stages=3, group=16),
+        down=replace(_HOPPER, flatten=True),
+        da=replace(_HOPPER, flatten=True, gather_before=True),
+        dx=replace(_HOPPER, flatten=True, num_stages=3, group=4),
+        dw13=replace(_HOPPER, gather_before=True),
+        dw2=replace(_HOPPER, gather_before=True),
+    ),
+    *_rules(80, None, **_for_all(_AMPERE)),
+    *_rules(80, "float32", **_for_all(_FULL_PRECISION)),
+    *_rules(INTERPRETER, None, **_for_all(_INTERPRETED)),
+    *_rules(INTERPRETER, "float32", **_for_all(_INTERPRETED)),
+]
+"""Highest capability first; fp32 multiplies in full precision and wants small tiles."""
+
+_FORCED: dict[str, Tile] = {}
+
+
+def lookup(
+    product: str, device: torch.device, dtype: torch.dtype, num_rows: int, weight: torch.Tensor
+) -> Tile:
+    """The tile of ``product`` for ``num_rows`` rows over weights (E, D, F) or (E, F, D)."""
+    if product in _FORCED:
+        return _FORCED[product]
+    capability = capability_of(device)
+    experts, width, hidden = weight.shape
+    bucket = 1 << max(0, num_rows // max(1, experts) - 1).bit_length()
+    return _find(product, capability, str(dtype).removeprefix("torch."), bucket, width, hidden)
+
+
+def capability_of(device: torch.device) -> int:
+    """Major * 10 + minor of a CUDA device; ``INTERPRETER`` for a CPU."""
+    if device.type != "cuda":
+        return INTERPRETER
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@functools.cache
+def _find(
+    product: str, capability: int, dtype: str, rows_per_expert: int, width: int, hidden: int
+) -> Tile:
+    half = dtype in ("bfloat16", "float16")
+    for rule in (*overrides(), *TABLE):
+        if (
+            rule.product == product
+            and rule.capability <= capability
+            and (rule.dtype == dtype or (rule.dtype is None and half))
+            and rows_per_expert <= rule.max_rows_per_expert
+            and rule.width in (None, width)
+            and rule.hidden in (None, hidden)
+        ):
+            return rule.tile
+    raise AssertionError(f"no tile for {product} on capability {capability} in {dtype}")
+
+
+@contextmanager
+def force(**tiles: Tile) -> Generator[None]:
+    """Within the block, products use the given tiles; for tuning and tests."""
+    before = dict(_FORCED)
+    _FORCED.update(tiles)
+    try:
+        yield
+    finally:
+        _FORCED.clear()
+        _FORCED.update(before)
+
+
+def overrides_path() -> Path:
+    """Where overriding configurations are read from, whether or not the file exists."""
+    named = os.environ.get(ENVIRONMENT)
+    return Path(named) if named else Path.home() / ".config" / "slipstream" / "tuned.json"
+
+
+@functools.cache
+def overrides() -> tuple[Rule, ...]:
+    """The rules of the override file, read once. ConfigError for a file that is not one."""
+    path = overrides_path()
+    if not path.exists():
+        if os.environ.get(ENVIRONMENT):
+            raise ConfigError(f"{ENVIRONMENT} = {path}: no such file; unset it or tune again")
+        return ()
+    try:
+        return tuple(_rule(entry) for entry in json.loads(path.read_text())["rules"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not a file of tuned tiles ({error}); tune again") from None
+
+
+def write(path: Path, rules: list[Rule]) -> None:
+    """Write ``rules`` as an override file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"rules": [asdict(rule) for rule in rules]}, indent=1) + "\n")
+
+
+def _rule(entry: dict[str, Any]) -> Rule:
+    if entry["product"] not in PRODUCTS:
+        raise ValueError(f"product = {entry['product']!r}, expected one of {', '.join(PRODUCTS)}")
+    known = {field.name for field in fields(Rule)}
+    unknown = entry.keys() - known
+    if unknown:
+        raise ValueError(f"unknown field {min(unknown)!r}")
+    tile = Tile(**entry["tile"])
+    for name in ("block_m", "block_n", "block_k", "num_warps"):
+        size = getattr(tile, name)
+        if not isinstance(size, int) or size < 1 or size & (size - 1):
+            raise ValueError(f"{name} = {size!r}, expected a power of two")
+    if entry["product"] in ROW_PRODUCTS and tile.block_m not in (TILE_ROWS // 2, TILE_ROWS):
+        raise ValueError(f"block_m = {tile.block_m} of {entry['product']}, expected 64 or 128")
+    values: dict[str, Any] = {**entry, "tile": tile}
+    return Rule(**values)
