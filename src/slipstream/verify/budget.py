@@ -1,0 +1,184 @@
+"""Error budgets: how far an implementation may be from the truth, which is its fp64 reference.
+
+An implementation passes when its error is at most 1.5 times the error of the same-dtype eager code
+plus one rounding unit of the dtype at the magnitude of the truth: for the maximum and for the root
+mean square of the error, for every output and every gradient. NaN never passes. Integer outputs
+(decisions, maps, counts) must be equal.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+FACTOR = 1.5
+
+Results = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One error of one tensor beside what it may be."""
+
+    tensor: str
+    """``output 0``, ``gradient of x``, ..."""
+    kind: str
+    """``max`` or ``rms``."""
+    error: float
+    """Distance from the truth."""
+    allowed: float
+    """What the eager code's own distance allows."""
+
+    @property
+    def ratio(self) -> float:
+        """``error / allowed``: at most 1 passes; an exact result has 0."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.allowed if self.allowed else math.inf * self.error
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the budget; false for NaN."""
+        return self.error <= self.allowed
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """All figures of one run, and what is wrong with it in words."""
+
+    figures: list[Figure] = field(default_factory=list)
+    """Two for every floating-point tensor that has elements."""
+    problems: list[str] = field(default_factory=list)
+    """One line for every tensor that fails; empty for a run that passes."""
+
+
+def compare(
+    actual: Results, eager: Results, truth: Results, dtype: torch.dtype | None
+) -> Comparison:
+    """Hold ``actual`` to the budget that ``eager`` sets against ``truth``.
+
+    ``dtype`` gives the rounding unit; None: each tensor's own dtype does.
+    """
+    found = Comparison()
+    if not actual.keys() == eager.keys() == truth.keys():
+        found.problems.append(f"returned {sorted(actual)}, expected {sorted(truth)}")
+        return found
+    for name in truth:
+        problem = _compare(found, name, actual[name], eager[name], truth[name], dtype)
+        if problem:
+            found.problems.append(f"{name}: {problem}")
+    return found
+
+
+def results(
+    function: Callable[..., Any],
+    inputs: Results,
+    dtype: torch.dtype,
+    run_in: torch.dtype | None = None,
+    wanted: Collection[str] | None = None,
+) -> Results:
+    """Outputs of ``function`` and the gradient of each floating-point input.
+
+    ``function`` returns a tensor, a tuple or a mapping of them; integer outputs have no gradient.
+    ``dtype`` is the one the random upstream gradients are rounded to, whatever the outputs are, so
+    that runs in several dtypes get the same ones; ``run_in`` casts the inputs; ``wanted`` names the
+    inputs whose gradient is asked for (None: all). Raises AssertionError where one has none.
+    """
+    leaves = make_leaves(inputs, run_in, wanted)
+    outputs = named_outputs(function(**leaves))
+    return with_gradients(outputs, leaves, upstream(outputs, dtype))
+
+
+def make_leaves(
+    inputs: Results, run_in: torch.dtype | None = None, wanted: Collection[str] | None = None
+) -> Results:
+    """``inputs``, cast, as leaves that ask for gradients; their memory layout is kept."""
+    leaves = {}
+    for name, tensor in inputs.items():
+        leaf = cast(tensor.detach(), run_in or tensor.dtype)
+        asks = leaf.is_floating_point() and (wanted is None or name in wanted)
+        leaves[name] = leaf.requires_grad_() if asks else leaf
+    return leaves
+
+
+def named_outputs(returned: Any) -> Results:
+    """What a function returned, as tensors with names."""
+    if isinstance(returned, Mapping):
+        return dict(returned)
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    return {f"output {i}": out for i, out in enumerate(outputs)}
+
+
+def upstream(outputs: Results, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Random gradients of the floating-point outputs: the same numbers on every device."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    return [
+        torch.randn(out.shape, generator=generator, dtype=torch.float64, device="cpu")
+        .to(dtype)
+        .to(out)
+        for out in outputs.values()
+        if out.is_floating_point()
+    ]
+
+
+def with_gradients(outputs: Results, leaves: Results, grads: list[torch.Tensor]) -> Results:
+    """``outputs`` and the gradient of every leaf that asks for one."""
+    named = {name: out.detach() for name, out in outputs.items()}
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    if not wanted:
+        return named
+    floats = [out for out in outputs.values() if out.is_floating_point()]
+    found = torch.autograd.grad(floats, list(wanted.values()), grads, allow_unused=True)
+    for name, grad in zip(wanted, found, strict=True):
+        assert grad is not None, f"{name} has no gradient"
+        named[f"gradient of {name}"] = grad
+    return named
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor`` in ``dtype`` if it holds floating-point numbers, else unchanged."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def bitwise_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Same shape, dtype and bits: NaN equals itself, -0 does not equal 0."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
+    return torch.equal(left.contiguous().view(bits), right.contiguous().view(bits))
+
+
+def _compare(
+    found: Comparison,
+    name: str,
+    actual: torch.Tensor,
+    eager: torch.Tensor,
+    truth: torch.Tensor,
+    dtype: torch.dtype | None,
+) -> str | None:
+    if actual.shape != truth.shape or actual.dtype != eager.dtype:
+        return f"{actual.shape} {actual.dtype}, expected {truth.shape} {eager.dtype}"
+    if not truth.numel():
+        return None
+    if not truth.is_floating_point():
+        differ = int((actual != truth).sum())
+        return f"{differ} of {truth.numel()} differ from the truth" if differ else None
+    unit = torch.finfo(dtype or actual.dtype).eps / 2
+    problem = None
+    for kind, size in (("max", _largest), ("rms", _rms)):
+        allowed = FACTOR * size(eager - truth) + unit * size(truth)
+        figure = Figure(tensor=name, kind=kind, error=size(actual - truth), allowed=allowed)
+        found.figures.append(figure)
+        if problem is None and not figure.passed:
+            problem = f"{kind} error {figure.error:.3e}, allowed {figure.allowed:.3e}"
+    return problem
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return tensor.double().abs().max().item()
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    return tensor.double().square().mean().sqrt().item()

@@ -1,0 +1,1 @@
+"""One module per op, each with a ``SUITE``; adding an op to ``slipstream verify`` is one file."""

@@ -1,0 +1,255 @@
+"""The checks of one implementation on one case: budget, repetition, layouts, compiler.
+
+Every check returns an ``Outcome``. An implementation that raises has failed that check, one that
+refuses a call has not: its reason is kept. What needs a GPU is in ``cuda.py``.
+"""
+
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import torch
+from torch.utils import deterministic
+
+from slipstream.errors import HardwareError
+from slipstream.ops import dispatch
+from slipstream.verify.budget import (
+    Figure,
+    Results,
+    bitwise_equal,
+    cast,
+    compare,
+    make_leaves,
+    named_outputs,
+    results,
+    upstream,
+    with_gradients,
+)
+from slipstream.verify.case import Case, Promise
+
+Verdict = Literal["pass", "fail", "skipped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one check of one case found."""
+
+    case: str
+    """Name of the case or promise."""
+    check: str
+    """``budget``, ``repeat``, ``layout``, ``promise``, ``compile``, ``sync`` or ``graph``."""
+    verdict: Verdict
+    """Skipped: refused by the implementation, or cannot apply to it."""
+    detail: str = ""
+    """What is wrong, or why it was skipped."""
+    figures: tuple[Figure, ...] = ()
+    """Errors beside what they may be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is being verified."""
+
+    op: str
+    implementation: str
+    device: torch.device
+    dtype: torch.dtype
+
+
+class Data:
+    """A case with its inputs, the eager results and the truth, made once for all implementations.
+
+    Inputs come from the CPU's generator and fixed seeds: the same numbers on every machine.
+    """
+
+    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
+        self.case, self.device, self.dtype = case, device, dtype
+        self.draws = [self.draw(seed) for seed in range(case.pool)]
+
+    def draw(self, seed: int) -> Results:
+        """The inputs of one seed."""
+        with torch.device("cpu"):
+            drawn = self.case.inputs(torch.Generator("cpu").manual_seed(seed))
+        return {
+            name: (t if name in self.case.fp32 else cast(t, self.dtype)).to(self.device)
+            for name, t in drawn.items()
+        }
+
+    @cached_property
+    def eager(self) -> list[Results]:
+        """Results of the eager code in the dtype under test, one for each draw."""
+        return [self.run(self.case.eager, inputs) for inputs in self.draws]
+
+    @cached_property
+    def truth(self) -> list[Results]:
+        """Results of the eager code in fp64."""
+        return [self.run(self.case.eager, inputs, torch.float64) for inputs in self.draws]
+
+    def run(
+        self, function: Callable, inputs: Results, run_in: torch.dtype | None = None
+    ) -> Results:
+        """Outputs and gradients of ``function``."""
+        return results(function, inputs, self.dtype, run_in, self.case.wanted)
+
+    @property
+    def unit(self) -> torch.dtype | None:
+        """The dtype whose rounding unit the budget adds."""
+        return None if self.case.own_units else self.dtype
+
+
+def check_budget(subject: Subject, data: Data) -> Outcome:
+    """Outputs and gradients against the truth, while uninitialised memory holds NaN."""
+
+    def run() -> tuple[list[str], list[Figure]]:
+        with poisoned():
+            actual = [data.run(data.case.call, inputs) for inputs in data.draws]
+        found = compare(_pooled(actual), _pooled(data.eager), _pooled(data.truth), data.unit)
+        return found.problems, found.figures
+
+    return judge(subject, data.case.name, "budget", run)
+
+
+def check_repeat(subject: Subject, data: Data) -> Outcome:
+    """Two more runs give the same bits."""
+
+    def run() -> tuple[list[str], list[Figure]]:
+        first, second = (data.run(data.case.call, data.draws[0]) for _ in range(2))
+        return differences(first, second, "two runs differ"), []
+
+    return judge(subject, data.case.name, "repeat", run)
+
+
+def check_layout(subject: Subject, data: Data, layout: str) -> Outcome:
+    """Inputs and upstream gradients in another memory layout stay within the same budget."""
+
+    def run() -> tuple[list[str], list[Figure]]:
+        inputs = {name: laid_out(t, layout) for name, t in data.draws[0].items()}
+        leaves = make_leaves(inputs, None, data.case.wanted)
+        with poisoned():
+            outputs = named_outputs(data.case.call(**leaves))
+            grads = [laid_out(grad, layout) for grad in upstream(outputs, data.dtype)]
+            actual = with_gradients(outputs, leaves, grads)
+        found = compare(actual, data.eager[0], data.truth[0], data.unit)
+        return found.problems, found.figures
+
+    return judge(subject, f"{data.case.name}-{layout}", "layout", run)
+
+
+def check_compile(subject: Subject, data: Data, backend: str) -> Outcome:
+    """``torch.compile(fullgraph=True)`` compiles it, and stays within the same budget."""
+
+    def run() -> tuple[list[str], list[Figure]]:
+        torch._dynamo.reset()
+        compiled = torch.compile(data.case.call, fullgraph=True, dynamic=False, backend=backend)
+        actual = data.run(compiled, data.draws[0])
+        found = compare(actual, data.eager[0], data.truth[0], data.unit)
+        return found.problems, found.figures
+
+    return judge(subject, f"{data.case.name}-{backend}", "compile", run)
+
+
+def check_promise(subject: Subject, promise: Promise) -> Outcome:
+    """What must hold exactly."""
+
+    def run() -> tuple[list[str], list[Figure]]:
+        found = promise.holds(subject.device, subject.dtype)
+        return ([found] if found else []), []
+
+    return judge(subject, promise.name, "promise", run)
+
+
+def judge(
+    subject: Subject, case: str, check: str, run: Callable[[], tuple[list[str], list[Figure]]]
+) -> Outcome:
+    """Run a check with the implementation forced; what it raises becomes the verdict."""
+    figures: list[Figure] = []
+    try:
+        with warnings.catch_warnings(), dispatch.force(**{subject.op: subject.implementation}):
+            # Notes on deterministic mode and on other ops' fallbacks say nothing about this one.
+            warnings.simplefilter("ignore")
+            problems, figures = run()
+    except HardwareError as error:
+        refusal = _refusal(subject, error)
+        if refusal is not None:
+            return Outcome(case=case, check=check, verdict="skipped", detail=refusal)
+        problems = [_one_line(error)]
+    # Whatever an implementation raises is a finding, and the others must still be judged.
+    except Exception as error:
+        problems = [_one_line(error)]
+    return Outcome(
+        case=case,
+        check=check,
+        verdict="fail" if problems else "pass",
+        detail="; ".join(problems),
+        figures=tuple(figures),
+    )
+
+
+def differences(actual: Results, expected: Results, what: str) -> list[str]:
+    """Names of the tensors that are not the same bits."""
+    names = [name for name in expected if not bitwise_equal(actual[name], expected[name])]
+    return [f"{what}: {', '.join(names)}"] if names else []
+
+
+@contextmanager
+def poisoned() -> Generator[None]:
+    """Uninitialised memory holds NaN or the largest integer: what is never written shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    # Poisoning is a part of deterministic mode, and on unless somebody turned it off.
+    fills = deterministic.fill_uninitialized_memory  # pyrefly: ignore[missing-attribute]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True  # pyrefly: ignore[missing-attribute]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
+        deterministic.fill_uninitialized_memory = fills  # pyrefly: ignore[missing-attribute]
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The values of a floating-point tensor in another memory layout.
+
+    ``strided``: every other element; ``transposed``: the last two dimensions swapped in memory;
+    ``offset``: contiguous, one element off an aligned address.
+    """
+    if not tensor.is_floating_point() or not tensor.dim():
+        return tensor
+    if layout == "strided":
+        return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+    if layout == "transposed" and tensor.dim() > 1:
+        return tensor.mT.contiguous().mT
+    flat = torch.cat((tensor.new_zeros(1), tensor.flatten()))
+    return flat[1:].view(tensor.shape)
+
+
+@lru_cache(maxsize=2)
+def no_compiler(device: torch.device) -> str | None:
+    """Why ``torch.compile`` cannot work on this machine; None if it does."""
+    try:
+        torch.compile(lambda x: torch.sin(x) + 1, fullgraph=True)(torch.ones(8, device=device))
+    # A missing compiler shows in a dozen ways; each of them is the reason that is reported.
+    except Exception as error:
+        return f"the compiler does not work here: {_one_line(error)}"
+    return None
+
+
+def _pooled(runs: list[Results]) -> Results:
+    if len(runs) == 1:
+        return runs[0]
+    return {name: torch.cat([run[name].flatten() for run in runs]) for name in runs[0]}
+
+
+def _refusal(subject: Subject, error: HardwareError) -> str | None:
+    forced = f" (forced: {subject.implementation}); {subject.implementation}: "
+    start = f"{subject.op}: no implementation serves this call{forced}"
+    text = str(error)
+    return text.removeprefix(start) if text.startswith(start) else None
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
