@@ -1,0 +1,1 @@
+"""Slipstream inside other libraries."""
