@@ -4,19 +4,28 @@ import re
 import runpy
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.cli import VERBS
+from tests.models.hf_models import save
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
 
 
-def test_the_readmes_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
+def test_the_readmes_python_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save("qwen3_moe", tmp_path / "path" / "to" / "hf_model")
+    text = (ROOT / "README.md").read_text()
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(code, "README.md", "exec"), names)
     assert "torch.Size([8, 64])" in capsys.readouterr().out
+    assert names["model"].config._experts_implementation == "slipstream"
 
 
 def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:

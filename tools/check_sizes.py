@@ -29,8 +29,11 @@ def problems(path: Path) -> list[str]:
 
 
 def main() -> int:
-    listed = subprocess.run(["git", "ls-files", "*.py"], capture_output=True, text=True, check=True)
-    found = [line for name in listed.stdout.split() for line in problems(Path(name))]
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True)
+    # A file deleted from the working tree stays listed until that is staged.
+    paths = [path for path in map(Path, listed.stdout.split()) if path.exists()]
+    found = [line for path in paths for line in problems(path)]
     print("\n".join(found) or "file and function sizes are within limits")
     return 1 if found else 0
 

@@ -30,6 +30,10 @@ VERBS = {
     "import": ("import_model", "Convert a Hugging Face model folder to a Slipstream one."),
     "export": ("export_model", "Convert a run to a Hugging Face model folder."),
     "config": ("config", "Show the resolved config of a recipe, or the JSON schema."),
+    "bench": ("bench", "Measure the MoE layer beside its peers, with a correctness gate."),
+    "tune": ("tune", "Measure kernel configurations on this device and keep the fastest."),
+    "verify": ("verify", "Hold every op on this machine to its fp64 truth."),
+    "diagnose": ("diagnose", "Say where a profile's time goes and what to do."),
     "env": ("env", "Print versions, devices and which implementation each op uses."),
 }
 EXIT_USER_ERROR = 2

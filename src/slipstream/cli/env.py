@@ -15,7 +15,17 @@ from slipstream.ops import dispatch
 
 app = typer.Typer(help="Print versions, devices and which implementation each op uses.")
 
-REQUIRED = ("torch", "numpy", "pydantic", "rich", "safetensors", "tomli-w", "typer")
+REQUIRED = (
+    "torch",
+    "jinja2",
+    "numpy",
+    "orjson",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "tomli-w",
+    "typer",
+)
 OPTIONAL = {
     "triton": None,
     "transformers": "hf",
