@@ -1,7 +1,10 @@
 """``slipstream diagnose`` as a user types it."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,3 +139,34 @@ def test_what_a_user_gets_wrong(one: str, tmp_path: Path) -> None:
     assert "--set" in refused(one, "--set", "train.steps=3")
     assert "is a folder" in refused(one, "-o", str(tmp_path))
     assert "no folder" in refused(one, "-o", str(tmp_path / "none" / "report.html"))
+    assert "--steps" in refused(one, "--steps", "3")
+    assert "the same file as" in refused(one, one)
+
+
+def test_a_page_never_takes_the_place_of_a_trace(one: str) -> None:
+    before = Path(one).read_bytes()
+    assert "end it in .html" in refused(one, "-o", one)
+    assert Path(one).read_bytes() == before
+
+
+def test_a_page_that_cannot_be_written(one: str, tmp_path: Path) -> None:
+    loop = tmp_path / "page.html"
+    loop.symlink_to(tmp_path / "none" / "page.html")
+    assert "page.html: cannot be written" in refused(one, "-o", str(loop))
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "40"])
+def test_a_terminal_of_odd_width(one: str, columns: str) -> None:
+    command = [sys.executable, "-m", "slipstream", "diagnose", one]
+    environment = os.environ | {"COLUMNS": columns}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "compute" in done.stdout
+
+
+def test_a_closed_stdout(one: str) -> None:
+    for path, code in ((one, 0), (one + ".none", 2)):
+        command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "slipstream"]
+        done = subprocess.run([*command, "diagnose", path], capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr

@@ -168,3 +168,53 @@ def test_links_and_devices_in_archives_are_passed_over(tmp_path: Path) -> None:
             tar.addfile(info)
     with pytest.raises(DataError, match="no trace found"):
         read(tmp_path / "t.tar")
+
+
+@pytest.mark.parametrize(("what", "num"), [("threads", 4), ("streams", 4), ("", 3)])
+def test_more_threads_or_streams_than_the_limit(tmp_path: Path, what: str, num: int) -> None:
+    row = {"ph": "X", "cat": "kernel", "name": "k", "dur": 1, "pid": 0, "tid": 0}
+    rows = [
+        row | {"ts": n, "args": {"stream": n}} if what == "streams" else row | {"ts": n, "tid": n}
+        for n in range(num)
+    ]
+    (tmp_path / "t.json").write_text(json.dumps(rows))
+    limits = Limits(max_rows=3)
+    if what:
+        with pytest.raises(DataError, match=f"t.json: more than 3 {what}"):
+            read(tmp_path / "t.json", limits=limits)
+    else:
+        assert len(read(tmp_path / "t.json", limits=limits).traces[0]) == num
+
+
+def test_an_archive_is_read_as_a_folder_is(tmp_path: Path) -> None:
+    event = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1}
+    texts = {"rank1/t.json": [event], "rank0/t.json": [event], "config.json": {"lr": 1}}
+    for name, content in texts.items():
+        file = tmp_path / "all" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content))
+    with tarfile.open(tmp_path / "all.tar.gz", "w:gz") as tar:
+        tar.add(tmp_path / "all", "all")
+    for path in (tmp_path / "all", tmp_path / "all.tar.gz"):
+        job = read(path)
+        assert [trace.rank for trace in job.traces] == [0, 1]
+        assert len(job.problems) == 1
+        assert "config.json: JSON without a traceEvents array" in job.problems[0]
+
+
+def test_a_file_named_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    file.write_text('{"traceEvents": []}')
+    for paths in ([file, file], [file, tmp_path], [tmp_path / "." / "t.json", str(file)]):
+        with pytest.raises(DataError, match=r"t\.json: the same file as"):
+            read(paths)
+
+
+def test_two_captures_of_one_process_are_not_two_ranks(tmp_path: Path) -> None:
+    for number in (1, 2):
+        file = tmp_path / f"host_{40 + number}.1796004635367456540.pt.trace.json"
+        file.write_text('{"traceEvents": []}')
+    assert len(read(tmp_path).traces) == 2
+    (tmp_path / "host_41.1796004635500938457.pt.trace.json").write_text('{"traceEvents": []}')
+    with pytest.raises(DataError, match="of one process at two times"):
+        read(tmp_path)

@@ -168,3 +168,13 @@ def test_a_page_of_hardly_anything(kinds: tuple[str, ...], tmp_path: Path) -> No
     checker = Checker()
     checker.feed(page(gather(counted, find(counted))))
     assert checker.open == []
+
+
+def test_a_page_stays_small_whatever_the_names(tmp_path: Path) -> None:
+    content = traces.profile(steps=1)
+    for event in content["traceEvents"]:
+        if event["cat"] == "kernel":
+            event["name"] += "<" + "a" * 300_000
+    (tmp_path / "trace.json").write_text(json.dumps(content))
+    counted = account(read([tmp_path / "trace.json"]))
+    assert len(page(gather(counted, find(counted)))) < 200_000

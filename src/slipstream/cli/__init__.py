@@ -106,6 +106,8 @@ def slipstream() -> None:
 
 def main() -> None:
     """Entry point: run a verb; a user's mistake is one line on stderr and exit code 2."""
+    if sys.stdout is None:  # started with stdout closed
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     training = sys.argv[1:2] == ["train"]
     with _stop_while_starting() if training else nullcontext():
         try:

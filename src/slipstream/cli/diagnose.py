@@ -15,6 +15,8 @@ import typer
 from slipstream.errors import ConfigError
 
 EXIT_LIMIT_PASSED = 1
+STEPS = 3
+NOT_PAGES = (".json", ".gz", ".tar", ".tgz", ".sqlite", ".toml")
 app = typer.Typer(add_completion=False, help="Say where a profile's time goes and what to do.")
 
 
@@ -48,7 +50,9 @@ def diagnose(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="With --run: change a key of the recipe."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="With --run: steps to profile.")] = 3,
+    steps: Annotated[
+        int | None, typer.Option(help="With --run: steps to profile; default 3.")
+    ] = None,
     keep: Annotated[
         Path | None,
         typer.Option(help="With --run: folder for the traces; default traces/ and its name."),
@@ -60,8 +64,8 @@ def diagnose(
     """
     _one_source(traces, pair, run)
     _writable(out)
-    if run is None and (overrides or keep):
-        raise ConfigError("--set and --keep go with --run RECIPE; leave them out")
+    if run is None and (overrides or keep or steps is not None):
+        raise ConfigError("--set, --steps and --keep go with --run RECIPE; leave them out")
     from slipstream.cli import diagnose_job  # noqa: PLC0415
 
     rules = fail_on or []
@@ -73,11 +77,20 @@ def diagnose(
     before, paths = ([pair[0]], [pair[1]]) if pair else (None, traces or [])
     job = diagnose_job.diagnosed(paths, before)
     if out is not None:
-        out.write_text(job.page(), encoding="utf-8")
-        print(f"page: {out}", file=sys.stderr)
+        _write(out, job.page())
     failures = job.failures(rules)
     print(job.json(failures) if as_json else job.text(), end="", flush=True)
     _exit_with(failures)
+
+
+def _write(out: Path, page: str) -> None:
+    try:
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: cannot be written ({error.strerror or error}); give another path"
+        ) from error
+    print(f"page: {out}", file=sys.stderr)
 
 
 def _exit_with(failures: Sequence[str]) -> None:
@@ -105,13 +118,20 @@ def _writable(out: Path | None) -> None:
         raise ConfigError(f"--out {out}: is a folder; give the name of a file, such as report.html")
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it first")
+    if out.name.lower().endswith(NOT_PAGES):
+        # Most likely a trace named after -o by mistake, which the page would take the place of.
+        raise ConfigError(f"--out {out}: not a name for a page; end it in .html")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise ConfigError(f"--out {out}: permission denied; give another path")
 
 
-def _captured(recipe: Path, overrides: Sequence[str], steps: int, folder: Path) -> list[Path]:
+def _captured(
+    recipe: Path, overrides: Sequence[str], steps: int | None, folder: Path
+) -> list[Path]:
     # Here: it brings the trainer and torch, which nothing but --run needs.
     from slipstream.diagnose.capture import capture  # noqa: PLC0415
 
-    capture(recipe, overrides, steps=steps, out_dir=folder)
+    capture(recipe, overrides, steps=STEPS if steps is None else steps, out_dir=folder)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     print(f"traces: {folder}", file=sys.stderr)
     return [folder / f"rank{rank}.json.gz" for rank in range(ranks)]

@@ -16,7 +16,7 @@ from slipstream.report.diagnosis import NUMBERS, View, gather, page, show, show_
 
 STEP_CHANGE = "step_change_pct"
 BAR_FROM_BYTES = 20 * 2**20
-MAX_WIDTH = 100
+MIN_WIDTH, MAX_WIDTH = 40, 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Diagnosis:
     def text(self) -> str:
         """The report as lines for a terminal of the present width."""
         console = Console()
-        console.width = min(console.width, MAX_WIDTH)
+        console.width = max(MIN_WIDTH, min(console.width, MAX_WIDTH))
         # Printed by the caller: rich ends the process with 1 where the reader of a pipe has gone.
         with console.capture() as text:
             if self.before is not None and self.change is not None:

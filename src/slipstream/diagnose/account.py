@@ -57,7 +57,7 @@ def account(job: Job) -> JobAccount:
 
 def account_trace(trace: Trace) -> Account:
     """Count one trace. A trace without kernels and copies has an empty split."""
-    infos = [classify(name) for name in trace.names]
+    infos = _infos(trace)
     launch = launches(trace)
     sets = _Sets(trace, infos)
     steps = host_steps(trace)
@@ -86,6 +86,15 @@ def account_trace(trace: Trace) -> Account:
         step=step,
         phase=phase,
     )
+
+
+def _infos(trace: Trace) -> list[KernelInfo]:
+    """Per name what a kernel of it does; class ``other`` for the many names of the host alone."""
+    ours = np.zeros(len(trace.names), dtype=bool)
+    ours[trace.name[trace.of_kind(Kind.KERNEL, Kind.COPY)]] = True
+    host = KernelInfo(klass=KernelClass.OTHER)
+    pairs = zip(trace.names, ours.tolist(), strict=True)
+    return [classify(name) if used else host for name, used in pairs]
 
 
 def split_of(

@@ -73,8 +73,8 @@ class Columns:
             key = label(pid), label(tid)
         index = self._threads.get(key)
         if index is None:
-            self._count_text(64)
             index = self._threads[key] = len(self._threads)
+            self._check_rows(len(self._threads), "threads")
         return index
 
     def detail_index(self, arguments: dict[str, Any]) -> int:
@@ -181,6 +181,7 @@ class Columns:
         self.bad["the same device event twice"] += int(repeated.sum())
         if repeated.any():
             columns = {field: values[~repeated] for field, values in columns.items()}
+        self._check_streams(columns)
         return columns
 
     def _paired_flows(self, base_ns: int) -> Flows:
@@ -210,6 +211,19 @@ class Columns:
                 f"{self.source}: more than {self._limits.max_events} events, the most that is "
                 "read; profile fewer steps, or without Python stacks (with_stack=False)"
             )
+
+    def _check_rows(self, num: int, what: str) -> None:
+        if num > self._limits.max_rows:
+            raise DataError(
+                f"{self.source}: more than {self._limits.max_rows} {what}, the most that is read; "
+                "profile fewer steps"
+            )
+
+    def _check_streams(self, columns: dict[str, np.ndarray]) -> None:
+        on_device = np.isin(columns["kind"], np.array([Kind.KERNEL, Kind.COPY], dtype=np.uint8))
+        streams = columns["device"][on_device].astype(np.int64) << 32
+        streams += columns["stream"][on_device]
+        self._check_rows(len(np.unique(streams)), "streams")
 
     def _count_text(self, size: int) -> None:
         self._text_bytes += size + 100

@@ -54,7 +54,7 @@ def _members(
                 content = members.extractfile(member)
                 if content is None or not name.lower().endswith((".json", ".json.gz")):
                     continue
-                label = f"{source}:{name}"
+                label = f"{source}:{member.name}"
                 yield label, _inflated(io.BufferedReader(content, _BLOCK), label, limits)  # pyrefly: ignore
     except (tarfile.TarError, EOFError) as error:
         raise DataError(f"{source}: damaged tar archive ({error}); copy it again") from error

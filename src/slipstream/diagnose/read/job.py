@@ -17,6 +17,9 @@ from slipstream.errors import DataError
 Progress = Callable[[int, int], None]
 _RANK = re.compile(r"(?:rank|worker)[-_ =.]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
+_PROCESS = re.compile(r"([^/:]+_\d+)\.\d{10,}\.pt\.trace\.json(?:\.gz)?$")
+"""Host and process id in a file name of torch's tensorboard_trace_handler, before the time."""
+
 
 def read(
     paths: Sequence[str | Path] | str | Path,
@@ -33,6 +36,7 @@ def read(
     if not named:
         raise DataError("TRACE: none given; name trace files, folders of them, or archives")
     files = [(file, path.is_dir()) for path in named for file in _files(path)]
+    _check_once([file for file, _ in files])
     limits = limits or Limits()
     done, total = 0, sum(file.stat().st_size for file, _ in files)
 
@@ -46,7 +50,7 @@ def read(
     skipped: list[str] = []
     for file, in_folder in files:
         try:
-            for trace in _traces(file, limits, advance):
+            for trace in _traces(file, limits, advance, skipped):
                 traces.append(trace)
                 if len(traces) > limits.max_traces:
                     raise DataError(f"{file}: more than {limits.max_traces} traces; name fewer")
@@ -55,7 +59,8 @@ def read(
                 raise
             skipped.append(str(error))
     if not traces:
-        raise DataError(f"{named[0]}: no trace found ({'; '.join(skipped[:1])})")
+        why = skipped[0] if skipped else "no member of the archive ends in .json or .json.gz"
+        raise DataError(f"{named[0]}: no trace found ({why})")
     traces.sort(key=lambda trace: (trace.rank is None, trace.rank or 0, trace.source))
     _check_ranks(traces)
     return Job(title=_title(named), traces=tuple(traces), problems=tuple(skipped))
@@ -80,7 +85,19 @@ def _files(path: Path) -> list[Path]:
     return [path]
 
 
-def _traces(file: Path, limits: Limits, advance: Callable[[int], None]) -> Iterator[Trace]:
+def _check_once(files: list[Path]) -> None:
+    """DataError for a file named twice: its times would count for two ranks."""
+    seen: dict[Path, Path] = {}
+    for file in files:
+        before = seen.setdefault(file.resolve(), file)
+        if before is not file:
+            raise DataError(f"{file}: the same file as {before}; name each file once")
+
+
+def _traces(
+    file: Path, limits: Limits, advance: Callable[[int], None], skipped: list[str]
+) -> Iterator[Trace]:
+    """The traces of a file; what an archive holds besides is added to ``skipped``."""
     try:
         if is_sqlite(file):
             traces = list(read_nsys(file, limits))
@@ -88,7 +105,14 @@ def _traces(file: Path, limits: Limits, advance: Callable[[int], None]) -> Itera
             yield from map(_with_rank, traces) if len(traces) == 1 else traces
             return
         for name, stream in open_traces(file, limits, advance):
-            yield _with_rank(read_chrome(stream, name, limits))
+            try:
+                trace = read_chrome(stream, name, limits)
+            except NotATraceError as error:
+                if name == str(file):
+                    raise
+                skipped.append(str(error))
+            else:
+                yield _with_rank(trace)
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
 
@@ -97,8 +121,9 @@ def _with_rank(trace: Trace) -> Trace:
     """The trace with the rank its file name tells, if its content does not."""
     if trace.rank is not None:
         return trace
-    name = Path(trace.source.rpartition(":")[2]).name
-    found = _RANK.search(name) or _RANK.search(Path(trace.source).parent.name)
+    inner = Path(trace.source.rpartition(":")[2])
+    folder = inner.parent.name or Path(trace.source).parent.name
+    found = _RANK.search(inner.name) or _RANK.search(folder)
     return replace(trace, rank=int(found[1])) if found else trace
 
 
@@ -108,6 +133,12 @@ def _check_ranks(traces: list[Trace]) -> None:
             raise DataError(
                 f"{before.source} and {after.source} are both of rank {after.rank}; "
                 "name the files of one capture of one job"
+            )
+        one, other = (_PROCESS.search(trace.source) for trace in (before, after))
+        if before.rank is None and one and other and one[1] == other[1]:
+            raise DataError(
+                f"{before.source} and {after.source} are of one process at two times; name one of "
+                "them, and capture with schedule(..., repeat=1)"
             )
 
 

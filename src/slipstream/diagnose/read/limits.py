@@ -17,5 +17,7 @@ class Limits:
     """Memory of all distinct names and arguments of one trace."""
     max_events: int = 30_000_000
     """Events of one trace; each takes some 65 bytes, twice while they are sorted."""
+    max_rows: int = 4096
+    """Host threads, and device streams, of one trace; some of the work is done for each."""
     max_traces: int = 4096
     """Traces of one job."""
