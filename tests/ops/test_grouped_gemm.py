@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from slipstream.errors import ShapeError
+from slipstream.errors import ConfigError, ShapeError
 from slipstream.ops import dispatch
 from slipstream.ops.moe import grouped_gemm
 from tests.budget import Results, assert_budget, results
@@ -192,6 +192,7 @@ def test_fp64_is_served_by_the_reference_and_the_rest_by_the_fastest():
         ({"x_ND": torch.randn(6, 7)}, r"x has shape \(6, 7\), expected \(any, 8\)"),
         ({"x_ND": torch.ones(6, 8).int()}, "x has dtype torch.int32"),
         ({"w_EPD": torch.randn(4, 8)}, r"w has shape \(4, 8\)"),
+        ({"w_EPD": torch.randn(2, 0, 8)}, r"w has shape \(2, 0, 8\), expected sizes above 0"),
         ({"w_EPD": torch.ones(2, 4, 8).long()}, "w has dtype torch.int64"),
         ({"offsets_E1": torch.tensor([0, 6])}, r"offsets has shape \(2,\), expected \(3\)"),
         (
@@ -205,3 +206,11 @@ def test_errors_name_the_argument(arguments, message):
     valid = {"x_ND": torch.randn(6, 8), "w_EPD": torch.randn(2, 4, 8)}
     with pytest.raises(ShapeError, match=message):
         grouped_gemm(**{**valid, "offsets_E1": torch.tensor([0, 3, 6]), **arguments})
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 99], [0, 7, 6], [-1, 3, 6], [2, 3, 6]])
+def test_offsets_outside_the_rows_are_refused(offsets):
+    with pytest.raises(
+        ConfigError, match=r"offsets = \[.*\], expected ascending row numbers from 0"
+    ):
+        grouped_gemm(torch.randn(6, 8), torch.randn(2, 4, 8), torch.tensor(offsets))

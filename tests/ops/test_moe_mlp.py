@@ -1,10 +1,12 @@
 import inspect
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -352,6 +354,20 @@ def test_a_balanced_layer_equals_the_sum_over_the_experts_it_used():
     assert_close(moe_mlp(inputs["x"], inputs["w13"], inputs["w2"], routing), expected)
 
 
+@pytest.mark.parametrize("implementation", runnable(OP))
+def test_one_graph_serves_any_number_of_tokens(implementation):
+    def layer(x, w13, w2, logits):
+        return moe_mlp(x, w13, w2, route(logits, top_k=2))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    weights = torch.randn(4, 24, 16), torch.randn(4, 16, 12)
+    with forced(OP, implementation):
+        for tokens in (9, 40, 3):
+            inputs = torch.randn(tokens, 16), *weights, torch.randn(tokens, 4)
+            assert_close(compiled(*inputs), layer(*inputs))
+
+
 def test_compiles_with_its_router_for_the_default_backend():
     assert_compiles(_layer, _layer_inputs(9), "inductor", truth=_stock_layer)
 
@@ -393,9 +409,73 @@ def test_gradients_of_weights_are_added_to_buffers(implementation, width, transp
         torch.testing.assert_close(buffer - start, grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("frozen", [0, 1], ids=["w13", "w2"])
+@pytest.mark.parametrize("implementation", runnable(OP))
+def test_the_gradient_of_a_frozen_weight_is_not_added_to_its_buffer(implementation, frozen):
+    routing = routing_of("random", 9, 4, 2)
+    weights = [torch.randn(4, 24, 16).requires_grad_(), torch.randn(4, 16, 12).requires_grad_()]
+    weights[frozen].requires_grad_(False)
+    buffers = (torch.zeros(4, 24, 16), torch.zeros(4, 16, 12))
+    x = torch.randn(9, 16, requires_grad=True)
+    with forced(OP, implementation):
+        moe_mlp(x, *weights, routing, accumulate=buffers).sum().backward()
+    assert buffers[frozen].eq(0).all()
+    assert buffers[1 - frozen].ne(0).any()
+
+
+@pytest.mark.parametrize("save", ["h", "x"])
+@pytest.mark.parametrize("implementation", runnable(OP))
+def test_a_second_backward_gives_the_very_gradients_of_the_first(implementation, save):
+    routing = routing_of("random", 9, 4, 2)
+    weight = routing.weight_TK.clone().requires_grad_()
+    inputs = [torch.randn(s) for s in ((9, 16), (4, 24, 16), (4, 16, 12))]
+    inputs = [*(t.requires_grad_() for t in inputs), weight]
+    with forced(OP, implementation):
+        out = moe_mlp(*inputs[:3], routing._replace(weight_TK=weight), save=save).square().sum()
+    first = torch.autograd.grad(out, inputs, retain_graph=True)
+    for one, two in zip(first, torch.autograd.grad(out, inputs), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("implementation", runnable(OP))
+def test_a_gradient_penalty_is_refused_by_autograd(implementation):
+    x = torch.randn(9, 16, requires_grad=True)
+    weights = torch.randn(4, 24, 16), torch.randn(4, 16, 12)
+    with forced(OP, implementation):
+        out = moe_mlp(x, *weights, routing_of("random", 9, 4, 2))
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("implementation", runnable(OP))
+def test_activation_checkpointing_changes_nothing(implementation, use_reentrant):
+    routing = routing_of("random", 9, 4, 2)
+    inputs = [torch.randn(s) for s in ((9, 16), (4, 24, 16), (4, 16, 12))]
+    inputs = [t.requires_grad_() for t in inputs]
+    with forced(OP, implementation):
+        expected = torch.autograd.grad(moe_mlp(*inputs, routing).square().sum(), inputs)
+        out = checkpoint(moe_mlp, *inputs, routing, use_reentrant=use_reentrant)
+        out.square().sum().backward()  # computes forward again, so with the same implementation
+    assert all(torch.equal(t.grad, grad) for t, grad in zip(inputs, expected, strict=True))
+
+
+def test_shapes_without_memory():
+    meta = partial(torch.randn, device="meta")
+    x = meta(9, 16, requires_grad=True)
+    out = moe_mlp(x, meta(4, 24, 16), meta(4, 16, 12), route(meta(9, 4), top_k=2))
+    out.sum().backward()
+    assert out.shape == x.shape
+    assert x.grad.is_meta
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda a, b: a, "accumulate is a Tensor, expected two buffers, for w13 and for w2"),
+        (lambda a, b: (a,), "accumulate is a tuple of length 1, expected two buffers"),
+        (lambda a, b: (a, None), "accumulate for w2 is None, expected a tensor"),
         (lambda a, b: (a[:, :-1], b), "accumulate for w13 has shape"),
         (lambda a, b: (a.bfloat16(), b), "accumulate for w13 is torch.bfloat16"),
         (lambda a, b: (a, b.requires_grad_()), "accumulate for w2 is torch.float32, requires_grad"),

@@ -315,6 +315,8 @@ def test_results_helper_sees_every_differentiable_field():
         ({"logits_TE": torch.randn(2, 3, 8)}, r"logits has shape \(2, 3, 8\)"),
         ({"top_k": 0}, "top_k = 0, expected 1 to the number of experts 8"),
         ({"top_k": 9}, "top_k = 9"),
+        ({"top_k": 2.0}, "top_k = 2.0, expected 1 to"),
+        ({"top_k": "2"}, "top_k = '2', expected 1 to"),
         ({"score": "relu"}, "score = 'relu', expected one of softmax, sigmoid"),
         ({"aux": "token"}, "aux = 'token'"),
         ({"bias_E": torch.ones(7)}, r"bias has shape \(7,\)"),

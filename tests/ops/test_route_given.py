@@ -105,6 +105,10 @@ def test_compiles(implementation):
         ({"weight_TK": torch.ones(3, 2).int()}, "weight has dtype torch.int32"),
         ({"weight_TK": torch.ones(3, 2, device="meta")}, "weight on meta"),
         ({"num_experts": 0}, "num_experts = 0, expected 1 or more"),
+        (
+            {"expert_TK": torch.zeros(3, 0).long(), "weight_TK": torch.ones(3, 0)},
+            "expert has 0 slots per token, expected 1 or more",
+        ),
     ],
     ids=str,
 )

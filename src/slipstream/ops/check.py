@@ -7,8 +7,17 @@ import torch
 from slipstream.errors import ShapeError
 
 
+def described(value: object) -> str:
+    """The kind of an argument that is of the wrong kind, for an error."""
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of length {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def shape(op: str, name: str, tensor: torch.Tensor, *expected: int | None) -> None:
-    """Raise unless ``tensor`` has these sizes (None: any) in its last dimensions, and no more."""
+    """Raise unless ``tensor`` has these sizes (None: any), and no more."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ShapeError(f"{op}: {name} is {described(tensor)}, expected a tensor")
     sizes = tuple(tensor.shape)
     fits = len(sizes) == len(expected) and all(
         want is None or want == have for want, have in zip(expected, sizes, strict=True)

@@ -8,15 +8,17 @@ from slipstream.errors import ShapeError
 from slipstream.ops import check
 from slipstream.ops.moe.routing import Routing
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 
 
 def floating(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise unless all given tensors hold floating-point numbers."""
+    """Raise unless all given tensors hold floating-point numbers of 16 bits or more."""
     for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_floating_point():
+        if tensor is not None and tensor.dtype not in FLOATS:
             raise ShapeError(
-                f"{op}: {name} has dtype {tensor.dtype}, expected a floating-point dtype; cast it"
+                f"{op}: {name} has dtype {tensor.dtype}, expected float64, float32, bfloat16 or "
+                f"float16; cast it"
             )
 
 
@@ -26,10 +28,23 @@ def integer(op: str, name: str, tensor: torch.Tensor) -> None:
         raise ShapeError(f"{op}: {name} has dtype {tensor.dtype}, expected int32 or int64; cast it")
 
 
+def not_empty(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise if a size of ``tensor`` is 0."""
+    if 0 in tensor.shape:
+        raise ShapeError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected sizes above 0")
+
+
 def routing_maps(op: str, routing: Routing, num_experts: int | None = None) -> None:
     """Raise unless the maps of ``routing`` fit together (and ``num_experts`` experts)."""
+    if not isinstance(routing, Routing):
+        raise ShapeError(
+            f"{op}: routing is {check.described(routing)}, expected a Routing, from route or "
+            f"routing_from"
+        )
     check.shape(op, "routing.expert", routing.expert_TK, None, None)
     tokens, top_k = routing.expert_TK.shape
+    if top_k < 1:
+        raise ShapeError(f"{op}: routing has 0 slots per token, expected 1 or more")
     check.shape(op, "routing.weight", routing.weight_TK, tokens, top_k)
     floating(op, **{"routing.weight": routing.weight_TK})
     edges = None if num_experts is None else num_experts + 1
@@ -39,6 +54,9 @@ def routing_maps(op: str, routing: Routing, num_experts: int | None = None) -> N
         check.shape(op, f"routing.{name}", tensor, tokens * top_k)
     for name, tensor in {"offsets": routing.offsets_E1, **maps}.items():
         integer(op, f"routing.{name}", tensor)
+    if routing.schedule is not None:
+        check.shape(op, "routing.schedule", routing.schedule, None, 2)
+        integer(op, "routing.schedule", routing.schedule)
 
 
 def follow_autocast(

@@ -19,6 +19,11 @@ def check_accumulate(
     """Raise unless the buffers fit the weights."""
     if accumulate is None:
         return
+    if not isinstance(accumulate, tuple | list) or len(accumulate) != 2:
+        raise ShapeError(
+            f"{op}: accumulate is {check.described(accumulate)}, expected two buffers, "
+            f"for w13 and for w2"
+        )
     for name, buffer, weight in zip(("w13", "w2"), accumulate, (w13_EPD, w2_EDF), strict=True):
         check.shape(op, f"accumulate for {name}", buffer, *weight.shape)
         check.same_device(op, **{name: weight, f"accumulate for {name}": buffer})

@@ -192,10 +192,12 @@ def moe_backward_into(
     limit: float,
     weight_dtype: torch.dtype,
     need_x: bool,
+    need_w13: bool,
+    need_w2: bool,
     dw13_into: torch.Tensor,
     dw2_into: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Gradients of x, b13, b2 and the weights; those of w13 and w2 are added to the buffers.
+    """Gradients of x, b13, b2 and the weights; needed ones of w13 and w2 go to the buffers.
 
     Not a custom op: the compiler takes none that changes an argument of a backward.
     """
@@ -207,7 +209,7 @@ def moe_backward_into(
     layout = passes.layout_of(order_N, position_N, offsets_E1, schedule, top_k)
     dx, _, _, *others = passes.backward(
         dout, x_TD, h_NP, w13_EPD, w2_EDF, b13_EP, b2_ED, weight_TK, expert_TK, layout, options,
-        weight_dtype=weight_dtype, need_x=need_x, need_w13=True, need_w2=True,
+        weight_dtype=weight_dtype, need_x=need_x, need_w13=need_w13, need_w2=need_w2,
         dw13_into=dw13_into, dw2_into=dw2_into,
     )  # fmt: skip
     return [dx, *others]

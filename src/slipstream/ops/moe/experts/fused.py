@@ -152,16 +152,17 @@ class _Experts(torch.autograd.Function):
     # pyrefly: ignore[bad-override]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (dout,) = grads
-        saved, weight_TK = ctx.saved_tensors, ctx.saved_tensors[6]
+        saved = ctx.saved_tensors  # read once: activation checkpointing hands them out once
+        weight_TK = saved[6]
         need_x, need_w13, need_w2, need_b13, need_b2, *_ = ctx.needs_input_grad
         dtype13, dtype2 = ctx.weight_dtypes
         arguments: tuple[Any, ...] = (
-            dout, *saved, ctx.top_k, *_scalars(ctx.options), dtype13, need_x
+            dout, *saved, ctx.top_k, *_scalars(ctx.options), dtype13, need_x, need_w13, need_w2
         )  # fmt: skip
         dw13: Any = None
         dw2: Any = None
         if ctx.accumulate is None:
-            dx, dw13, dw2, db13, db2, dweight = moe_backward(*arguments, need_w13, need_w2)
+            dx, dw13, dw2, db13, db2, dweight = moe_backward(*arguments)
         else:
             dx, db13, db2, dweight = moe_backward_into(*arguments, *ctx.accumulate)
             need_w13 = need_w2 = False

@@ -20,7 +20,7 @@ def refuse_grouped(rows: torch.Tensor) -> Refusal | None:
         return Refusal(reason=f"PyTorch's grouped product does not take {rows.dtype}")
     if rows.is_cuda and torch.cuda.get_device_capability(rows.device) < (8, 0):
         return Refusal(reason="PyTorch's grouped product needs compute capability 8.0")
-    if rows.device.type not in ("cpu", "cuda"):
+    if rows.device.type not in ("cpu", "cuda", "meta"):
         return Refusal(reason=f"PyTorch has no grouped product for {rows.device.type}")
     return None
 

@@ -4,7 +4,7 @@ import torch
 
 from slipstream.errors import ShapeError
 from slipstream.ops import check
-from slipstream.ops.activation import Activation, check_clamp
+from slipstream.ops.activation import ALPHA, LIMIT, Activation, check_clamp
 from slipstream.ops.moe import checks
 from slipstream.ops.moe.experts.options import ExpertsOptions, Save
 from slipstream.ops.moe.routing import Routing
@@ -15,6 +15,12 @@ def check_options(op: str, options: ExpertsOptions) -> None:
     check.choice(op, "activation", options.activation, Activation)
     check.choice(op, "save", options.save, Save)
     check_clamp(op, options.alpha, options.limit)
+    for name, value, default in (("alpha", options.alpha, ALPHA), ("limit", options.limit, LIMIT)):
+        if options.activation != "swiglu_clamped" and value != default:
+            raise ShapeError(
+                f"{op}: {name} = {value}, but {options.activation} has none; leave it out, or use "
+                f"swiglu_clamped"
+            )
     if options.interleaved and not options.gated:
         raise ShapeError(
             f"{op}: interleaved needs a gated activation, {options.activation} has no up rows"
@@ -34,6 +40,7 @@ def check_inputs(
     """Raise unless shapes, dtypes and devices of all tensors fit together."""
     check_options(op, options)
     check.shape(op, "w2", w2_EDF, None, None, None)
+    checks.not_empty(op, "w2", w2_EDF)
     num_experts, width, hidden = w2_EDF.shape
     rows = hidden * (2 if options.gated else 1)
     check.shape(op, "w13", w13_EPD, num_experts, rows, width)

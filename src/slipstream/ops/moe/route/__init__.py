@@ -90,8 +90,8 @@ def _check(
     check.choice("route", "aux", options.aux, AuxScope)
     check.choice("route", "mode", options.mode, BalanceMode)
     top_k, num_sequences = options.top_k, options.num_sequences
-    if not 1 <= top_k <= experts:
-        raise ShapeError(f"route: top_k = {top_k}, expected 1 to the number of experts {experts}")
+    if not isinstance(top_k, int) or not 1 <= top_k <= experts:
+        raise ShapeError(f"route: top_k = {top_k!r}, expected 1 to the number of experts {experts}")
     _check_groups(experts, top_k, options.num_groups, options.top_groups)
     for name, vector in (("bias", bias_E), ("share", share_E), ("load", load_E)):
         if vector is not None:

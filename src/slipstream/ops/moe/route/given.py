@@ -29,6 +29,8 @@ def routing_from(expert_TK: torch.Tensor, weight_TK: torch.Tensor, num_experts: 
     check.shape("routing_from", "weight", weight_TK, *expert_TK.shape)
     checks.floating("routing_from", weight=weight_TK)
     check.same_device("routing_from", expert=expert_TK, weight=weight_TK)
+    if expert_TK.shape[1] < 1:
+        raise ShapeError("routing_from: expert has 0 slots per token, expected 1 or more")
     if num_experts < 1:
         raise ShapeError(f"routing_from: num_experts = {num_experts}, expected 1 or more")
     values.not_negative("routing_from", "expert", expert_TK)

@@ -38,6 +38,20 @@ def not_negative(op: str, name: str, index: torch.Tensor) -> None:
         torch._assert_async((index >= 0).all(), f"{op}: {name} holds negative values, {fine}")
 
 
+def edges(op: str, name: str, edges_E1: torch.Tensor, rows: int) -> None:
+    """Raise ConfigError (or assert, see above) unless edges ascend from 0 to at most ``rows``."""
+    fine = f"expected ascending row numbers from 0 to at most {rows}"
+    if _at_once(edges_E1):
+        found = edges_E1.tolist()
+        if found[0] != 0 or found[-1] > rows or found != sorted(found):
+            shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
+            raise ConfigError(f"{op}: {name} = [{shown}], {fine}")
+    elif _on_device():
+        steps = torch.cat((edges_E1[:1], edges_E1.diff(), rows - edges_E1[-1:]))
+        good = (steps >= 0).all() & (edges_E1[0] == 0)
+        torch._assert_async(good, f"{op}: {name} does not ascend from 0, {fine}")
+
+
 def _at_once(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
