@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.errors import ConfigError, ShapeError
 from slipstream.nn import MoE
 
 DIM, EXPERTS, TOP_K, TOKENS = 8, 6, 2, 40
@@ -148,3 +149,25 @@ def test_the_output_is_the_weighted_sum_of_experts_and_the_shared_one() -> None:
             expected[token] += routing.weight_TK[token, slot] * value
     assert torch.allclose(out.flatten(0, 1), expected, atol=1e-5)
     assert torch.allclose(routing.weight_TK.sum(1), torch.tensor(1.5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threshold": -1.0}, r"threshold = -1.0, expected 1 \(the mean load\) or more"),
+        ({"threshold": float("nan")}, "threshold = nan"),
+        ({"window": 0}, "window = 0, expected 1 step or more"),
+        ({"ramp": -3}, "ramp = -3"),
+        ({"shared_hidden": -1}, "shared_hidden = -1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        MoE(16, 8, num_experts=4, top_k=2, **options)
+
+
+@pytest.mark.parametrize("shape", [(16,), (4, 16), (2, 3, 15)])
+def test_input_of_another_shape_is_refused(shape):
+    layer = MoE(16, 8, num_experts=4, top_k=2)
+    with pytest.raises(ShapeError, match=r"MoE: x has shape .* expected \(any, any, 16\)"):
+        layer(torch.zeros(shape))

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from slipstream.errors import ConfigError
 from slipstream.nn.mlp import MLP
-from slipstream.ops import moe
+from slipstream.ops import check, moe
 from slipstream.ops.activation import is_gated
 from slipstream.ops.moe import Routing
 from slipstream.ops.moe.route import AuxScope, BalanceMode, Score
@@ -63,6 +64,7 @@ class MoE(nn.Module):
         mode: BalanceMode = "weight",
     ) -> None:
         super().__init__()
+        _check(threshold=threshold, window=window, ramp=ramp, shared_hidden=shared_hidden)
         self.activation, self.top_k, self.aux_scope = activation, top_k, aux_scope
         self.score, self.normalize, self.scale = score, normalize, scale
         self.num_groups, self.top_groups, self.group_top = num_groups, top_groups, group_top
@@ -85,6 +87,7 @@ class MoE(nn.Module):
 
     def forward(self, x_BLD: torch.Tensor) -> tuple[torch.Tensor, Routing]:
         """``(B, L, D)`` to ``(B, L, D)`` and the routing, whose losses the caller weighs."""
+        check.shape("MoE", "x", x_BLD, None, None, self.router.shape[1])
         batch = x_BLD.shape[0]
         logits_TE, x_TD = moe.router_logits_and_x(x_BLD.flatten(0, 1), self.router)
         routing = moe.route(
@@ -184,3 +187,13 @@ class MoE(nn.Module):
             self.shared.reset_parameters(std, out_std)
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
+
+
+def _check(*, threshold: float, window: int, ramp: int, shared_hidden: int) -> None:
+    if not threshold >= 1:  # NaN neither
+        raise ConfigError(f"MoE: threshold = {threshold}, expected 1 (the mean load) or more")
+    for name, steps in (("window", window), ("ramp", ramp)):
+        if steps < 1:
+            raise ConfigError(f"MoE: {name} = {steps}, expected 1 step or more")
+    if shared_hidden < 0:
+        raise ConfigError(f"MoE: shared_hidden = {shared_hidden}, expected 0 (none) or more")
