@@ -18,11 +18,9 @@ from slipstream.ops.moe.experts.custom_ops import (
     moe_forward,
     moe_schedule,
 )
+from slipstream.ops.moe.experts.grouped import ALIGN_BYTES
 from slipstream.ops.moe.experts.options import ExpertsOptions
 from slipstream.ops.moe.routing import Routing
-
-ALIGN_BYTES = 16
-"""Tensor descriptors want addresses and strides in multiples of this."""
 
 
 def experts_triton(

@@ -11,7 +11,7 @@ from slipstream.ops.dispatch import Refusal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGN_BYTES = 16
-"""PyTorch's grouped product wants addresses and row strides in multiples of this."""
+"""PyTorch's grouped product and tensor descriptors want addresses and strides in multiples."""
 
 
 def refuse_grouped(rows: torch.Tensor) -> Refusal | None:

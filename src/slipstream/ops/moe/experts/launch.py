@@ -18,6 +18,7 @@ from slipstream.ops.moe.experts.backward_kernels import (
     moe_outer_kernel,
     moe_row_sum_kernel,
 )
+from slipstream.ops.moe.experts.grouped import ALIGN_BYTES
 from slipstream.ops.moe.experts.kernels import (
     TILE_ROWS,
     moe_rows_kernel,
@@ -28,7 +29,6 @@ from slipstream.ops.moe.experts.options import ExpertsOptions
 from slipstream.ops.moe.experts.tuned import Tile
 from slipstream.ops.triton_support import cdiv, next_power_of_2
 
-ALIGN_BYTES = 16
 MAX_POINTWISE = 4096
 ROWS_PER_TILE = TILE_ROWS.value
 

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from slipstream.ops.custom import custom_op
-
-ALIGN_BYTES = 16
-"""Tensor descriptors want addresses and strides in multiples of this."""
+from slipstream.ops.moe.experts.grouped import ALIGN_BYTES
 
 
 def gemm_triton(x_ND: torch.Tensor, w_EPD: torch.Tensor, offsets_E1: torch.Tensor) -> torch.Tensor:
