@@ -490,3 +490,16 @@ def test_buffers_that_do_not_fit_are_refused(change, message):
     buffers = change(torch.zeros(4, 24, 16), torch.zeros(4, 16, 12))
     with pytest.raises(ShapeError, match=message):
         moe_mlp(torch.randn(9, 16), *weights, routing, accumulate=buffers)
+
+
+@pytest.mark.parametrize("implementation", runnable(OP))
+def test_a_compiled_graph_refuses_buffers_it_would_not_fill(implementation):
+    routing, w13, w2 = routing_of("random", 9, 4, 2), torch.randn(4, 24, 16), torch.randn(4, 16, 12)
+    buffers = torch.zeros(4, 24, 16), torch.zeros(4, 16, 12)
+
+    def run(x):
+        return moe_mlp(x, w13, w2, routing, accumulate=buffers)
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    with forced(OP, implementation), pytest.raises(Exception, match="accumulate works in eager"):
+        compiled(torch.randn(9, 16))

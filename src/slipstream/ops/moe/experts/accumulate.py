@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from slipstream.errors import ShapeError
+from slipstream.errors import ConfigError, ShapeError
 from slipstream.ops import check
 
 Accumulate = tuple[torch.Tensor, torch.Tensor]
@@ -16,9 +16,14 @@ Accumulate = tuple[torch.Tensor, torch.Tensor]
 def check_accumulate(
     op: str, w13_EPD: torch.Tensor, w2_EDF: torch.Tensor, accumulate: Accumulate | None
 ) -> None:
-    """Raise unless the buffers fit the weights."""
+    """Raise unless the buffers fit the weights and the code runs eagerly."""
     if accumulate is None:
         return
+    if torch.compiler.is_compiling():
+        # A graph would not see the buffers change.
+        raise ConfigError(
+            f"{op}: accumulate works in eager code only; leave it out of torch.compile"
+        )
     if not isinstance(accumulate, tuple | list) or len(accumulate) != 2:
         raise ShapeError(
             f"{op}: accumulate is {check.described(accumulate)}, expected two buffers, "
