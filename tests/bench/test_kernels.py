@@ -18,6 +18,7 @@ GEMMS = [
     "void cublasLt::splitKreduce_kernel<32, 16, int, float>",
     "moe_up_kernel",
     "moe_rows_kernel",
+    "moe_da_kernel",
     "moe_outer_kernel",
     "moe_router_bwd_dw_kernel",
     "_scatter2scatter",
@@ -56,6 +57,7 @@ def test_the_rule_names_kernels_that_exist() -> None:
     assert {name for name in defined if is_gemm(name)} == {
         "moe_up_kernel",
         "moe_rows_kernel",
+        "moe_da_kernel",
         "moe_outer_kernel",
         "moe_router_fwd_kernel",
         "moe_router_bwd_dx_kernel",

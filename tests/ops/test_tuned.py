@@ -23,6 +23,15 @@ TILES = {
     "flat-alone": Tile(
         block_m=128, block_n=32, block_k=32, num_warps=4, num_stages=2, group=1, flatten=True
     ),
+    "fused": Tile(
+        block_m=64,
+        block_n=32,
+        block_k=16,
+        num_warps=4,
+        num_stages=1,
+        gather_before=True,
+        fuse=True,
+    ),
     "crowded": Tile(
         block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2, group=3, programs_per_sm=2
     ),

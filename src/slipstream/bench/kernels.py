@@ -18,7 +18,7 @@ from slipstream.bench.timing import Call
 GEMM = (
     r"gemm|nvjet|xmma|splitk",  # cuBLAS, CUTLASS (torch.grouped_mm), QuACK
     r"^triton_tem_",  # Inductor's templates of matrix products
-    r"^moe_(up|rows|outer|router_fwd|router_bwd_d[xw])_kernel$",  # slipstream
+    r"^moe_(up|rows|da|outer|router_fwd|router_bwd_d[xw])_kernel$",  # slipstream
     r"^_(scatter2scatter|groupXtY)",  # ScatterMoE
     r"^_fused_(up_proj_swiglu|down_proj)_kernel|^_moe_bwd_",  # Liger
 )

@@ -29,10 +29,15 @@ class Products:
         rows = shape.tokens * shape.top_k
         self.a_NF = x_TD.new_empty(rows, shape.hidden).normal_()
         self.dh_NP = x_TD.new_empty(rows, 2 * shape.hidden).normal_()
+        self.h_NP = torch.randn_like(self.dh_NP)
+        self.weight_TK = routing.weight_TK.contiguous()
         self._gathered: dict[str, torch.Tensor] = {}
 
     def call(self, product: str, tile: Tile) -> Call:
-        """``product`` with ``tile``; a gather before it is not part of the call."""
+        """``product`` with ``tile``; a gather before it is not part of the call.
+
+        ``da`` is timed together with the backward of the activation, which may be fused with it.
+        """
         gather = product in GATHERING and not tile.gather_before
         tokens = self.dout_TD if product in ("da", "dw2") else self.x_TD
         before = product in ("da", "dw13", "dw2") and not gather
@@ -47,7 +52,10 @@ class Products:
         if product == "down":
             return lambda: launch.rows(self.a_NF, self.w2, None, self.layout, tile)
         if product == "da":
-            return lambda: launch.rows(rows, self.w2.mT, None, self.layout, tile, gather=gather)
+            return lambda: passes.activation_backward(
+                rows, self.w2, self.h_NP, self.weight_TK, self.layout, self.options, tile,
+                gather=gather,
+            )  # fmt: skip
         if product == "dx":
             return lambda: launch.rows(self.dh_NP, self.w13.mT, None, self.layout, tile)
         if product == "dw13":

@@ -72,9 +72,11 @@ def candidates(product: str, dtype: torch.dtype) -> list[Tile]:
     else:
         tiles = [replace(tile, flatten=flat) for tile in _ROWS for flat in (False, True)]
         tiles += [replace(tile, programs_per_sm=2) for tile in _ROWS if tile.block_n == 128]
-    if product in ("da", "dw13", "dw2"):
-        return [replace(tile, gather_before=b) for tile in tiles for b in (False, True)]
-    return tiles
+    if product not in ("da", "dw13", "dw2"):
+        return tiles
+    before = [replace(tile, gather_before=True) for tile in tiles]
+    fused = [replace(tile, fuse=True) for tile in before] if product == "da" else []
+    return tiles + before + fused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

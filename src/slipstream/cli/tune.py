@@ -12,7 +12,8 @@ from rich.table import Table
 
 from slipstream.bench.moe_problem import SHAPES, parse_shape
 from slipstream.bench.moe_tune import Tuned, TuneRequest, require_device, rules, tune_moe
-from slipstream.cli.bench import DEFAULT_SHAPES, DTYPES
+from slipstream.cli.bench import DEFAULT_SHAPES
+from slipstream.cli.bench_options import DTYPES
 from slipstream.errors import ConfigError
 from slipstream.ops.moe.experts import tuned
 
@@ -79,6 +80,7 @@ def _print_table(found: list[Tuned]) -> None:
         words += ", flattened" if tile.flatten else ""
         words += f", {tile.programs_per_sm} per SM" if tile.programs_per_sm > 1 else ""
         words += ", gathered before" if tile.gather_before else ""
+        words += ", activation fused" if tile.fuse else ""
         times = (f"{one.before_ms:.3f}", f"{one.ms:.3f}", f"{one.tflop_per_s:.0f}")
         table.add_row(one.shape.name, one.product, *times, str(one.tried), words)
     console = Console(width=130)

@@ -1,13 +1,45 @@
 """Backward of the expert MLPs: activation, weight gradients, bias gradients.
 
-The products over rows (``da``, ``dx``) are ``moe_rows_kernel``. Here a token dimension of any
-length is contracted per expert; an expert without rows gets zeros. Nothing is added atomically.
+Products over rows are ``moe_rows_kernel``; ``moe_da_kernel`` fuses the activation with one of them.
+In ``moe_outer_kernel`` a token dimension of any length is contracted per expert; an expert without
+rows gets zeros. Nothing is added atomically.
 """
 
 import triton
 import triton.language as tl
 
-from slipstream.ops.moe.experts.kernels import gate_function
+from slipstream.ops.moe.experts.kernels import (
+    TILE_ROWS,
+    gate_function,
+    length_of,
+    locate,
+    weight_block,
+)
+
+
+@triton.jit
+def activation_gradients(
+    da, gate, up, alpha, limit, weight, ACTIVATION: tl.constexpr, GATED: tl.constexpr
+):
+    """The activation of fp32 (gate, up), and gradients of both from ``weight * da``."""
+    flows = gate <= limit
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, limit)
+    value, slope = gate_function(gate, alpha, ACTIVATION)
+    grad = da * weight
+    if GATED:
+        dup = grad * value
+        if ACTIVATION == "clamped":
+            dup = tl.where((up >= -limit) & (up <= limit), dup, 0.0)
+            slope = tl.where(flows, slope, 0.0)
+            up = tl.maximum(tl.minimum(up, limit), -limit) + 1
+        a = value * up
+        dgate = grad * up * slope
+    else:
+        a = value
+        dgate = grad * slope
+        dup = dgate
+    return a, dgate, dup
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -41,39 +73,108 @@ def moe_activation_bwd_kernel(
         at_gate = rows[:, None] * P + columns[None, :]
         da = tl.load(da_ptr + at_row, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(h_ptr + at_gate, mask=inside, other=0.0).to(tl.float32)
-        flows = gate <= limit
-        if ACTIVATION == "clamped":
-            gate = tl.minimum(gate, limit)
-        value, slope = gate_function(gate, alpha, ACTIVATION)
-        grad = da
-        if weight_ptr is not None:
-            grad = da * weight
+        up = gate
         if GATED:
             up = tl.load(h_ptr + at_gate + F, mask=inside, other=0.0).to(tl.float32)
-            dup = grad * value
-            if ACTIVATION == "clamped":
-                dup = tl.where((up >= -limit) & (up <= limit), dup, 0.0)
-                slope = tl.where(flows, slope, 0.0)
-                up = tl.maximum(tl.minimum(up, limit), -limit) + 1
-            a = value * up
-            dgate = grad * up * slope
-            if INTERLEAVED:
-                pair = tl.interleave(dgate.to(dtype), dup.to(dtype))
-                wide = 2 * f + tl.arange(0, 2 * BLOCK_F)
-                here = present[:, None] & (wide < P)[None, :]
-                tl.store(dh_ptr + rows[:, None] * P + wide[None, :], pair, mask=here)
-            else:
-                tl.store(dh_ptr + at_gate, dgate.to(dtype), mask=inside)
-                tl.store(dh_ptr + at_gate + F, dup.to(dtype), mask=inside)
+        a, dgate, dup = activation_gradients(da, gate, up, alpha, limit, weight, ACTIVATION, GATED)
+        if GATED and INTERLEAVED:
+            pair = tl.interleave(dgate.to(dtype), dup.to(dtype))
+            wide = 2 * f + tl.arange(0, 2 * BLOCK_F)
+            here = present[:, None] & (wide < P)[None, :]
+            tl.store(dh_ptr + rows[:, None] * P + wide[None, :], pair, mask=here)
         else:
-            a = value
-            tl.store(dh_ptr + at_gate, (grad * slope).to(dtype), mask=inside)
+            tl.store(dh_ptr + at_gate, dgate.to(dtype), mask=inside)
+            if GATED:
+                tl.store(dh_ptr + at_gate + F, dup.to(dtype), mask=inside)
         total += da * a
-        if weight_ptr is not None:
-            a *= weight
-        tl.store(aw_ptr + at_row, a.to(dtype), mask=inside)
+        tl.store(aw_ptr + at_row, (a * weight).to(dtype), mask=inside)
     if dweight_ptr is not None:
         tl.store(dweight_ptr + slots, tl.sum(total, 1), mask=valid)
+
+
+@triton.jit
+def finish_columns(
+    da, h_ptr, dh_ptr, aw_ptr, rows, here, weight, first, alpha, limit,
+    F: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """What follows the product for some of its columns; returns ``sum(da * a)`` of each row."""
+    P: tl.constexpr = 2 * F if GATED else F
+    dtype = h_ptr.dtype.element_ty
+    columns = first + tl.arange(0, da.shape[1])
+    inside = here[:, None] & (columns < F)[None, :]
+    at_gate = rows[:, None] * P + columns[None, :]
+    gate = tl.load(h_ptr + at_gate, mask=inside, other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(h_ptr + at_gate + F, mask=inside, other=0.0).to(tl.float32)
+    a, dgate, dup = activation_gradients(da, gate, up, alpha, limit, weight, ACTIVATION, GATED)
+    tl.store(dh_ptr + at_gate, dgate.to(dtype), mask=inside)
+    if GATED:
+        tl.store(dh_ptr + at_gate + F, dup.to(dtype), mask=inside)
+    tl.store(aw_ptr + rows[:, None] * F + columns[None, :], (a * weight).to(dtype), mask=inside)
+    return tl.sum(da * a, 1)
+
+
+@triton.jit
+def column_halves(block):
+    """The left and the right half of a block; nothing moves between threads."""
+    HALF: tl.constexpr = block.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(block, (block.shape[0], 2, HALF)), (0, 2, 1)))
+
+
+@triton.jit
+def moe_da_kernel(
+    dout_desc, w2_desc, h_ptr, weight_ptr, dh_ptr, aw_ptr, partial_ptr,
+    order_ptr, offsets_ptr, schedule_ptr, alpha, limit,
+    D: tl.constexpr, F: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """``da = dout w2`` and, before it leaves the registers, all that the activation makes of it.
+
+    As ``moe_activation_bwd_kernel``, but the sums for ``dweight`` are of a block of columns each:
+    ``partial_ptr (slots, blocks)``, or None for rows without weights. The epilogue takes a quarter
+    of the columns at a time; all at once would not fit the registers.
+    """
+    num_n: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
+    num_m = tl.load(schedule_ptr) * (TILE_ROWS // BLOCK_M)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        expert, row, end, n = locate(tile, num_m, num_n, schedule_ptr, offsets_ptr, GROUP, BLOCK_M)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in tl.range(0, length_of(row, end, D, BLOCK_M), BLOCK_K, num_stages=STAGES):
+            dout = dout_desc.load([row, k])
+            w = weight_block(w2_desc, expert, n * BLOCK_N, k, False, TRANSPOSED, BLOCK_N, BLOCK_K)
+            acc = tl.dot(dout, w, acc, input_precision=PRECISION)
+        # Widened last: 64-bit sums of rows cost forty registers here.
+        rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        here = rows < end
+        slots, weight = rows, tl.full((BLOCK_M, 1), 1.0, tl.float32)
+        if weight_ptr is not None:
+            slots = tl.load(order_ptr + rows, mask=here, other=0)
+            weight = tl.load(weight_ptr + slots, mask=here, other=0.0)[:, None]
+        left, right = column_halves(acc)
+        first, second = column_halves(left)
+        third, fourth = column_halves(right)
+        QUARTER: tl.constexpr = BLOCK_N // 4
+        total = finish_columns(
+            first, h_ptr, dh_ptr, aw_ptr, rows, here, weight, n * BLOCK_N, alpha, limit,
+            F, ACTIVATION, GATED,
+        )  # fmt: skip
+        total += finish_columns(
+            second, h_ptr, dh_ptr, aw_ptr, rows, here, weight, n * BLOCK_N + QUARTER, alpha, limit,
+            F, ACTIVATION, GATED,
+        )  # fmt: skip
+        total += finish_columns(
+            third, h_ptr, dh_ptr, aw_ptr, rows, here, weight, n * BLOCK_N + 2 * QUARTER, alpha,
+            limit, F, ACTIVATION, GATED,
+        )  # fmt: skip
+        total += finish_columns(
+            fourth, h_ptr, dh_ptr, aw_ptr, rows, here, weight, n * BLOCK_N + 3 * QUARTER, alpha,
+            limit, F, ACTIVATION, GATED,
+        )  # fmt: skip
+        if partial_ptr is not None:
+            tl.store(partial_ptr + slots * num_n + n, total, mask=here)
 
 
 @triton.jit

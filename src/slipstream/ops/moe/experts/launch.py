@@ -15,6 +15,7 @@ from slipstream.ops.moe.combine.kernels import (
 )
 from slipstream.ops.moe.experts.backward_kernels import (
     moe_activation_bwd_kernel,
+    moe_da_kernel,
     moe_outer_kernel,
     moe_row_sum_kernel,
 )
@@ -168,6 +169,38 @@ def activation_backward(
         BLOCK_M=together, BLOCK_F=block, num_warps=4 if block <= 1024 else 8,
     )  # fmt: skip
     return dh_NP, aw_NF, dweight_TK
+
+
+def da_activation(
+    rows_ND: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    h_NP: torch.Tensor,
+    weight_TK: torch.Tensor | None,
+    layout: Layout,
+    options: ExpertsOptions,
+    tile: Tile,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``activation_backward`` of ``rows @ w2`` in one launch, which never writes the product.
+
+    ``dh`` and ``a`` are not written past the last offset.
+    """
+    hidden, blocks = w2_EDF.shape[2], cdiv(w2_EDF.shape[2], tile.block_n)
+    dh_NP, aw_NF = torch.empty_like(h_NP), h_NP.new_empty(h_NP.shape[0], hidden)
+    partial = None
+    if weight_TK is not None:
+        partial = weight_TK.new_zeros(*weight_TK.shape, blocks)
+    if layout.num_rows:
+        weight, transposed = _weight_descriptor(w2_EDF.mT, tile, split=False)
+        moe_da_kernel[_persistent(layout, tile, blocks, h_NP.device)](
+            _rows_descriptor(rows_ND, tile), weight, h_NP, weight_TK, dh_NP, aw_NF, partial,
+            layout.order_N, layout.offsets_E1, layout.schedule,
+            float(options.alpha), float(options.limit),
+            D=rows_ND.shape[1], F=hidden, ACTIVATION=options.gating, GATED=options.gated,
+            TRANSPOSED=transposed, PRECISION=_precision(rows_ND),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group,
+            STAGES=tile.num_stages, FLATTEN=tile.flatten, num_warps=tile.num_warps,
+        )  # fmt: skip
+    return dh_NP, aw_NF, None if partial is None else partial.sum(-1)
 
 
 def outer(

@@ -85,9 +85,10 @@ def backward(
     tiles = {product: _tile(product, x_TD, layout, w2_EDF) for product in tuned.PRODUCTS}
     h_NP = _kept(h_NP, x_TD, w13_EPD, b13_EP, layout, options, tiles["up"])
     rows_ND, gather = _rows_of(dout, weight_TK, layout, tiles)
-    da_NF = launch.rows(rows_ND, w2_EDF.mT, None, layout, tiles["da"], gather=gather)
-    dh_NP, aw_NF, dweight_TK = launch.activation_backward(da_NF, h_NP, weight_TK, layout, options)
-    del da_NF, h_NP
+    dh_NP, aw_NF, dweight_TK = activation_backward(
+        rows_ND, w2_EDF, h_NP, weight_TK, layout, options, tiles["da"], gather=gather
+    )
+    del h_NP
 
     dw2 = dx = dw13 = db13 = db2 = None
     if need_w2:
@@ -114,6 +115,27 @@ def backward(
     dw13, dw2 = dw13 if dw13_into is None else None, dw2 if dw2_into is None else None
     gradients = (dx, dw13, dw2, db13, db2, dweight_TK)
     return [x_TD.new_empty(0) if grad is None else grad for grad in gradients]
+
+
+def activation_backward(
+    rows: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    h_NP: torch.Tensor,
+    weight_TK: torch.Tensor | None,
+    layout: Layout,
+    options: ExpertsOptions,
+    tile: tuned.Tile,
+    *,
+    gather: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``dh (N, P)``, weighted ``a (N, F)`` and ``dweight`` from ``da = rows @ w2``.
+
+    ``rows``: (N, D), or the tokens (T, D) where ``gather``.
+    """
+    if tile.fuse and not gather and not options.interleaved:
+        return launch.da_activation(rows, w2_EDF, h_NP, weight_TK, layout, options, tile)
+    da_NF = launch.rows(rows, w2_EDF.mT, None, layout, tile, gather=gather)
+    return launch.activation_backward(da_NF, h_NP, weight_TK, layout, options)
 
 
 def _kept(

@@ -49,6 +49,8 @@ class Tile:
     """Size of a persistent grid; no effect on ``dw13`` and ``dw2``."""
     gather_before: bool = False
     """Copy gathered rows out before the product instead of gathering inside it."""
+    fuse: bool = False
+    """``da`` alone, with ``gather_before``: the activation's backward in its epilogue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,7 @@ TABLE: list[Rule] = [
         None,
         up=replace(_HOPPER, num_stages=3, group=16),
         down=replace(_HOPPER, flatten=True),
-        da=replace(_HOPPER, flatten=True, gather_before=True),
+        da=replace(_HOPPER, flatten=True, num_stages=3, gather_before=True, fuse=True),
         dx=replace(_HOPPER, flatten=True, num_stages=3, group=4),
         dw13=replace(_HOPPER, gather_before=True),
         dw2=replace(_HOPPER, gather_before=True),
@@ -104,7 +106,11 @@ TABLE: list[Rule] = [
     *_rules(80, None, **_for_all(_AMPERE)),
     *_rules(80, "float32", **_for_all(_FULL_PRECISION)),
     *_rules(INTERPRETER, None, **_for_all(_INTERPRETED)),
-    *_rules(INTERPRETER, "float32", **_for_all(_INTERPRETED)),
+    *_rules(
+        INTERPRETER,
+        "float32",
+        **_for_all(_INTERPRETED) | {"da": replace(_INTERPRETED, gather_before=True, fuse=True)},
+    ),
 ]
 """Highest capability first; fp32 multiplies in full precision and wants small tiles."""
 
@@ -199,6 +205,8 @@ def _rule(entry: dict[str, Any]) -> Rule:
         size = getattr(tile, name)
         if not isinstance(size, int) or size < 1 or size & (size - 1):
             raise ValueError(f"{name} = {size!r}, expected a power of two")
+    if tile.fuse and (entry["product"] != "da" or not tile.gather_before):
+        raise ValueError("fuse: only for da, and with gather_before")
     if entry["product"] in ROW_PRODUCTS and tile.block_m not in (TILE_ROWS // 2, TILE_ROWS):
         raise ValueError(f"block_m = {tile.block_m} of {entry['product']}, expected 64 or 128")
     values: dict[str, Any] = {**entry, "tile": tile}
