@@ -35,3 +35,8 @@ def custom_op(name: str) -> Callable[[Callable[..., Any]], Op]:
         return Op(function, registered)
 
     return register
+
+
+def or_empty(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """``x``; where there is none, an empty tensor: a custom op returns nothing but tensors."""
+    return like.new_empty(0) if x is None else x

@@ -16,6 +16,7 @@ def norm_reference(
     cast: str,
     offset: float,
     activation: str | None,
+    _with_s: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``norm(s)`` and ``s``, where ``s = f(x) + residual`` is rounded to the dtype of ``x``."""
     wide = compute_dtype(x)

@@ -13,7 +13,9 @@ from slipstream.verify.case import Case, Scale, Suite
 EPS = 1e-6
 
 
-def _inputs(*shape: int, bias: bool, residual: bool) -> Callable[[torch.Generator], Results]:
+def norm_inputs(*shape: int, bias: bool, residual: bool) -> Callable[[torch.Generator], Results]:
+    """Draws the tensors of a norm."""
+
     def draw(generator: torch.Generator) -> Results:
         drawn = {
             "x": torch.randn(shape, generator=generator) + 0.3,
@@ -28,7 +30,9 @@ def _inputs(*shape: int, bias: bool, residual: bool) -> Callable[[torch.Generato
     return draw
 
 
-def _eager(kind: str, activation: str | None) -> Callable[..., Any]:
+def norm_eager(kind: str, activation: str | None) -> Callable[..., Any]:
+    """PyTorch's own norm, after an activation and a sum."""
+
     def run(
         x: torch.Tensor,
         weight_D: torch.Tensor,
@@ -50,9 +54,9 @@ def _case(kind: str, *shape: int, more: str = "", pool: int = 1) -> Case:
     layer = kind == "layer"
     return Case(
         name="-".join([kind, "x".join(map(str, shape)), *([more] if more else [])]),
-        inputs=_inputs(*shape, bias=layer, residual="residual" in more),
+        inputs=norm_inputs(*shape, bias=layer, residual="residual" in more),
         call=lambda **t: norm(**t, kind=kind, eps=EPS, cast="fp32", activation=activation),
-        eager=_eager(kind, activation),
+        eager=norm_eager(kind, activation),
         pool=pool,
     )
 
@@ -66,8 +70,17 @@ def _cases(scale: Scale) -> list[Case]:
         _case("rms", 2, 5, 64, more="gelu"),
         _case("rms", 0, 64, more="residual"),
     ]
+    if scale != "small":
+        # Wider than the kernels hold in registers.
+        found.append(_case("layer", 5, 16411, more="residual"))
     if scale == "large":
-        found.append(_case("layer", 1031, 2048, more="residual"))
+        # More rows than there are programs, at the widths that have tiles of their own.
+        found += [
+            _case("layer", 1031, 2048, more="residual"),
+            *(_case("rms", 1031, width, more="residual") for width in (4096, 8192, 16384)),
+            _case("layer", 1031, 4096, more="gelu"),
+            _case("rms", 4099, 128),
+        ]
     return found
 
 
