@@ -10,6 +10,7 @@ from slipstream.ops import RopeSpec, rope, rope_tables
 from slipstream.ops.rope.tables import inverse_frequencies
 from tests.budget import assert_budget
 from tests.ops.compiling import assert_compiles
+from tests.ops.implementations import cases, fast, forced
 
 HEAD_DIM = 64
 LONG = tuple(1.0 + 0.5 * i for i in range(HEAD_DIM // 2))
@@ -160,6 +161,90 @@ def test_strided_inputs_and_expanded_gradients():
     half = torch.cat((cos + sin, cos - sin), dim=-1)[:, None]
     assert_close(q.grad, half.expand(2, 5, 3, 8))
     assert_close(k.grad, half.expand(2, 5, 1, 8))
+
+
+@pytest.mark.parametrize(
+    ("width", "rotated", "heads"),
+    [(16, 16, (3, 1)), (24, 16, (4, 4)), (33, 10, (1, 2)), (6, 2, (12, 3))],
+    ids=str,
+)
+@pytest.mark.parametrize(("implementation", "dtype"), cases("rope"))
+def test_every_implementation_stays_in_budget(
+    implementation, dtype, width, rotated, heads, poisoned
+):
+    cos, sin = _tables(37, rotated)
+    q, k = (torch.randn(2, 37, n, width) for n in heads)
+
+    def run(q, k):
+        with forced("rope", implementation):
+            return rope(q, k, cos, sin)
+
+    def stock(q, k):
+        turned = _stock(q[..., :rotated], k[..., :rotated], cos, sin)
+        rest = q[..., rotated:], k[..., rotated:]
+        return tuple(torch.cat(parts, dim=-1) for parts in zip(turned, rest, strict=True))
+
+    assert_budget(run, stock, {"q": q, "k": k}, dtype)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "slice", "apart"])
+@pytest.mark.parametrize("implementation", fast("rope"))
+def test_inputs_and_gradients_lie_anywhere(implementation, layout):
+    cos, sin = _tables(5, 16)
+    qkv, grads = torch.randn(2, 5, 7, 16), [torch.randn(2, 5, n, 16) for n in (3, 2)]
+
+    def lay(x: torch.Tensor) -> torch.Tensor:
+        if layout == "transposed":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        return x.repeat_interleave(2, dim=-1)[..., ::2] if layout == "apart" else x
+
+    def run(q, k, grads):
+        leaves = q.detach().requires_grad_(), k.detach().requires_grad_()
+        with forced("rope", implementation):
+            out = rope(*leaves, cos, sin)
+        return *out, *torch.autograd.grad(out, leaves, grads)
+
+    q, k = qkv[:, :, :3], qkv[:, :, 3:5]
+    actual = run(lay(q), lay(k), [lay(g) for g in grads])
+    expected = run(q.contiguous(), k.contiguous(), grads)
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("implementation", fast("rope"))
+def test_saves_the_tables_alone_and_one_output_suffices(implementation):
+    cos, sin = _tables(5, 8)
+    q, k = (torch.randn(2, 5, n, 8, requires_grad=True) for n in (2, 1))
+    saved = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        forced("rope", implementation),
+    ):
+        turned_q, turned_k = rope(q, k, cos, sin)
+    assert {t.data_ptr() for t in saved} == {cos.data_ptr(), sin.data_ptr()}
+    both = torch.autograd.grad(turned_q.sum() + turned_k.sum(), (q, k), retain_graph=True)
+    for out, leaf, other, expected in ((turned_q, q, k, both[0]), (turned_k, k, q, both[1])):
+        grad, none = torch.autograd.grad(
+            out.sum(), (leaf, other), retain_graph=True, allow_unused=True
+        )
+        assert torch.equal(grad, expected)
+        assert none is None
+
+
+def test_tables_that_want_gradients_get_them():
+    cos, sin = (table.requires_grad_() for table in _tables(5, 8))
+    q, k = torch.randn(2, 5, 2, 8), torch.randn(2, 5, 1, 8)
+    turned_q, _ = rope(q, k, cos, sin)
+    (dcos,) = torch.autograd.grad(turned_q.sum(), cos)
+    assert_close(dcos, (q[..., :4] + q[..., 4:]).sum((0, 2)))
+
+
+def test_the_tuned_table_has_tiles_for_every_device():
+    tuned = pytest.importorskip("slipstream.ops.rope.tuned")
+    for element_size in (2, 4):
+        for capability in (tuned.INTERPRETER, 80, 89, 90, 100, 120):
+            assert tuned._find("turn", element_size, capability).features >= 256
+            tile = tuned._find("norm_backward", element_size, capability)
+            assert tile.programs_per_sm > 0 or capability == tuned.INTERPRETER
 
 
 def test_compiles():

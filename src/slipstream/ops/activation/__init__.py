@@ -6,8 +6,11 @@ from typing import Any, Literal
 import torch
 
 from slipstream.errors import ShapeError
-from slipstream.ops import check, dispatch
+from slipstream.ops import check, dispatch, triton_support
+from slipstream.ops.activation.fused import activation_triton
+from slipstream.ops.activation.options import ActivationOptions
 from slipstream.ops.activation.reference import ALPHA, LIMIT, activation_reference
+from slipstream.ops.dispatch import Refusal
 
 Activation = Literal[
     "swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2", "silu"
@@ -37,16 +40,29 @@ def activation(
     Computed in fp32, returned in the dtype of ``x``. SwiGLU and GeGLU: Shazeer, arXiv 2002.05202;
     the clamped variant: gpt-oss, arXiv 2508.10925; ReLU^2: arXiv 2109.08668. Raises ShapeError.
     """
-    check.choice("activation", "kind", kind, Activation)
-    check_clamp("activation", alpha, limit)
-    if kind not in GATED:
-        if up is not None:
-            raise ShapeError(f"activation: {kind} is not gated; leave out up")
-        return dispatch.call("activation", x, None, kind, alpha, limit)
-    gate, up = _split(x) if up is None else (x, up)
-    if gate.shape != up.shape:
-        raise ShapeError(f"activation: gate {tuple(gate.shape)} and up {tuple(up.shape)} differ")
-    return dispatch.call("activation", gate, up, GATED[kind], alpha, limit)
+    options = checked_options("activation", x, up, kind, alpha, limit)
+    return dispatch.call("activation", x, up, options)
+
+
+def checked_options(
+    op: str, x: torch.Tensor, up: torch.Tensor | None, kind: str, alpha: float, limit: float
+) -> ActivationOptions:
+    """What an activation of these arguments computes; raises unless they fit each other."""
+    check.choice(op, "kind", kind, Activation)
+    check_clamp(op, alpha, limit)
+    if x.dim() == 0:
+        raise ShapeError(f"{op}: x is a scalar, expected (..., F)")
+    gated = kind in GATED
+    if up is not None:
+        if not gated:
+            raise ShapeError(f"{op}: {kind} is not gated; leave out up")
+        if x.shape != up.shape:
+            raise ShapeError(f"{op}: gate {tuple(x.shape)} and up {tuple(up.shape)} differ")
+        check.same_device(op, x=x, up=up)
+    elif gated and x.shape[-1] % 2:
+        raise ShapeError(f"{op}: fused x needs an even last dimension, got {x.shape[-1]}")
+    gating = GATED[kind] if gated else kind
+    return ActivationOptions(gating=gating, gated=gated, alpha=alpha, limit=limit)
 
 
 def is_gated(kind: str) -> bool:
@@ -63,18 +79,38 @@ def check_clamp(op: str, alpha: float, limit: float) -> None:
         raise ShapeError(f"{op}: limit = {limit}, expected a number above 0 (inf: no clamp)")
 
 
-def _split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if x.shape[-1] % 2:
-        raise ShapeError(f"activation: fused x needs an even last dimension, got {x.shape[-1]}")
-    gate, up = x.chunk(2, dim=-1)
-    return gate, up
+def _reference(
+    x: torch.Tensor, up: torch.Tensor | None, options: ActivationOptions
+) -> torch.Tensor:
+    gate, up = options.halves(x, up)
+    return activation_reference(gate, up, options.gating, options.alpha, options.limit)
+
+
+def refuse_triton(x: torch.Tensor, up: torch.Tensor | None, *_: Any) -> Refusal | None:
+    """Why the kernels cannot serve a call on ``x`` and ``up``."""
+    return triton_support.refusal(x) or (None if up is None else triton_support.refusal(up))
 
 
 def _example(device: torch.device, dtype: torch.dtype) -> tuple[tuple, dict[str, Any]]:
     gate, up = torch.randn(2, 16, 64, device=device, dtype=dtype)
-    return (gate, up, "silu", ALPHA, LIMIT), {}
+    return (gate, up, ActivationOptions(gating="silu", gated=True, alpha=ALPHA, limit=LIMIT)), {}
 
 
-dispatch.register("activation", ("reference", activation_reference, None), example=_example)
+dispatch.register(
+    "activation",
+    ("triton", activation_triton, refuse_triton),
+    ("reference", _reference, None),
+    example=_example,
+)
 
-__all__ = ["ALPHA", "GATED", "LIMIT", "Activation", "activation", "check_clamp", "is_gated"]
+__all__ = [
+    "ALPHA",
+    "GATED",
+    "LIMIT",
+    "Activation",
+    "activation",
+    "check_clamp",
+    "checked_options",
+    "is_gated",
+    "refuse_triton",
+]

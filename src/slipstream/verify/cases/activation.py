@@ -32,21 +32,31 @@ def eager_gated(
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
-def _case(kind: str, *shape: int, pool: int = 1) -> Case:
-    gated = kind in GATED
+def draw_pre_activation(kind: str, *shape: int, fused: bool, generator: torch.Generator) -> Results:
+    """``x``, and ``up`` unless ``kind`` has none or both are one tensor."""
+    if kind not in GATED:
+        return {"x": torch.randn(shape, generator=generator)}
+    if fused:
+        return {"x": torch.randn(*shape[:-1], 2 * shape[-1], generator=generator)}
+    return {name: torch.randn(shape, generator=generator) for name in ("x", "up")}
 
-    def draw(generator: torch.Generator) -> Results:
-        drawn = {"x": torch.randn(shape, generator=generator)}
-        return drawn | ({"up": torch.randn(shape, generator=generator)} if gated else {})
 
-    def eager(x: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-        return EAGER[kind](x) if up is None else eager_gated(kind, x, up, ALPHA, LIMIT)
+def eager_activation(kind: str, x: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """Any activation as model code has it."""
+    if kind not in GATED:
+        return EAGER[kind](x)
+    gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
+    return eager_gated(kind, gate, up, ALPHA, LIMIT)
 
+
+def _case(kind: str, *shape: int, fused: bool = False, pool: int = 1) -> Case:
     return Case(
-        name=f"{kind}-{'x'.join(map(str, shape))}",
-        inputs=draw,
+        name=f"{kind}-{'x'.join(map(str, shape))}{'-fused' if fused else ''}",
+        inputs=lambda generator: draw_pre_activation(
+            kind, *shape, fused=fused, generator=generator
+        ),
         call=lambda **t: activation(**t, kind=kind, alpha=ALPHA, limit=LIMIT),
-        eager=eager,
+        eager=lambda **t: eager_activation(kind, **t),
         pool=pool,
     )
 
@@ -55,12 +65,14 @@ def _cases(scale: Scale) -> list[Case]:
     found = [
         _case("swiglu", 63, 257),
         *(_case(kind, 63, 65) for kind in (*EAGER, "swiglu_clamped") if kind != "swiglu"),
+        _case("swiglu", 2, 31, 64, fused=True),
+        _case("swiglu_clamped", 9, 257, fused=True),
         _case("swiglu", 1, 63, pool=16),
         _case("gelu", 2, 3, 64),
         _case("swiglu", 0, 64),
     ]
     if scale == "large":
-        found.append(_case("swiglu", 4099, 1024))
+        found += [_case("swiglu", 4099, 1024), _case("geglu", 4099, 1408, fused=True)]
     return found
 
 

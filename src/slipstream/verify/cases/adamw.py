@@ -1,11 +1,13 @@
 """AdamW: several steps in place, against torch.optim.AdamW."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim.adamw import adamw as torch_adamw
 
 from slipstream.ops import AdamWOptions, adamw
+from slipstream.ops.scattered import Layout, Piece, Scattered
 from slipstream.verify.budget import Results
 from slipstream.verify.case import Case, Promise, Scale, Suite
 
@@ -76,8 +78,8 @@ def _eager(options: AdamWOptions) -> Any:
     return run
 
 
-def _case(name: str, *shape: int, pool: int = 1, **changed: float) -> Case:
-    options = AdamWOptions(**({"lr": 1e-2, "weight_decay": 0.1} | changed))
+def _case(name: str, *shape: int, pool: int = 1, **changed: Any) -> Case:
+    options = replace(AdamWOptions(lr=1e-2, weight_decay=0.1), **changed)
     return Case(
         name="-".join([name, "x".join(map(str, shape))]),
         inputs=_draw(*shape),
@@ -130,9 +132,45 @@ def _skipped_step_changes_nothing(device: torch.device, dtype: torch.dtype) -> s
     return f"changed {', '.join(changed)}" if changed else None
 
 
+def _gradients_elsewhere_change_nothing(device: torch.device, dtype: torch.dtype) -> str | None:
+    sizes, starts = (257, 63, 1), (0, 320, 384)
+    pieces = [
+        Piece(start=start, tensor=i, inner=0, size=size)
+        for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
+    generator = torch.Generator("cpu").manual_seed(0)
+    grads = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+    scattered = Scattered(Layout(pieces, 448), grads)
+    found = []
+    for grad in (scattered, scattered.flat()):
+        master = torch.ones(448, device=device)
+        low = dtype != torch.float32
+        adamw(
+            [master.to(dtype) if low else master],
+            [grad],
+            [torch.zeros_like(master)],
+            [torch.zeros_like(master)],
+            [torch.zeros((), device=device)],
+            masters=[master] if low else None,
+            options=AdamWOptions(lr=1e-2),
+        )
+        found.append(torch.cat([master[at : at + n] for at, n in zip(starts, sizes, strict=True)]))
+    same = torch.equal(*found)
+    return None if same else "the weights differ from those of flat gradients"
+
+
 SUITE = Suite(
     op="adamw",
     cases=_cases,
-    promises=(Promise(name="a skipped step changes nothing", holds=_skipped_step_changes_nothing),),
-    exempt={("fused", "compile"): "PyTorch's fused AdamW cannot be traced"},
+    promises=(
+        Promise(name="a skipped step changes nothing", holds=_skipped_step_changes_nothing),
+        Promise(
+            name="gradients elsewhere are those of the bucket",
+            holds=_gradients_elsewhere_change_nothing,
+        ),
+    ),
+    exempt={
+        ("fused", "compile"): "PyTorch's fused AdamW cannot be traced",
+        ("triton", "compile"): "it changes tensors in place, where the compiler fuses as well",
+    },
 )

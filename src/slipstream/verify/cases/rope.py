@@ -7,10 +7,10 @@ from slipstream.verify.budget import Results
 from slipstream.verify.case import Case, Scale, Suite
 
 
-def _eager(
+def eager_rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # Tables in the dtype of the model and a rotated copy, as model code usually has it.
+    """Tables in the dtype of the model and a rotated copy, as model code usually has it."""
     pairs = cos.shape[1]
     cos, sin = (torch.cat((t, t), dim=-1)[:, None].to(q.dtype) for t in (cos, sin))
 
@@ -37,7 +37,7 @@ def _case(batch: int, length: int, width: int, rotated: int, pool: int = 1) -> C
         name=f"B{batch}-L{length}-C{width}-rotated{rotated}",
         inputs=draw,
         call=lambda q, k, cos, sin: rope(q, k, cos, sin),
-        eager=_eager,
+        eager=eager_rope,
         fp32=frozenset({"cos", "sin"}),
         wanted=frozenset({"q", "k"}),
         pool=pool,
