@@ -1,57 +1,56 @@
-"""Chunked linear cross entropy: at most one chunk of logits exists at any time.
+"""The Triton path as custom ops, and its autograd functions.
 
-Forward keeps the logsumexp of each token; backward recomputes a chunk's logits from it, so any
-gradient of the per-token losses is served. The weight gradient is accumulated in fp32 over chunks.
-Derivation in README.md.
+Sums: gradients are made with the loss, while a chunk's logits exist, and backward multiplies them
+by one number. They are handed out once; a second backward computes them again from the saved
+inputs. Per-token losses: any gradient may come, so backward computes the logits again.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.function import once_differentiable
 
-CHUNK_LOGITS = 1 << 26
-"""Logits of one chunk: 256 MiB in fp32."""
+from slipstream.ops.custom import custom_op
+from slipstream.ops.linear_cross_entropy.options import LossOptions, Sums, sums_of
+
+_T = torch.Tensor
+Tokens = tuple[_T, _T]
+Made = tuple[_T, _T, _T, _T, _T, _T, _T]
+"""objective, nll, z, tokens, logsumexp, and the gradients of x and w."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossOptions:
-    """What is not a tensor."""
-
-    ignore_index: int
-    label_smoothing: float
-    softcap: float | None
-    chunk_tokens: int
-
-
-def token_losses_chunked(
+def loss_triton(
     x_TD: torch.Tensor,
     w_VD: torch.Tensor,
     targets_T: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same results as the reference without ever holding the whole logits."""
-    device = x_TD.device.type
-    if torch.is_autocast_enabled(device):
-        # Backward runs outside the autocast block and must recompute the same logits.
-        x_TD = x_TD.to(torch.get_autocast_dtype(device))
-        with torch.autocast(device, enabled=False):
-            return token_losses_chunked(
-                x_TD, w_VD, targets_T, ignore_index, label_smoothing, softcap
-            )
-    options = LossOptions(
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        chunk_tokens=max(1, CHUNK_LOGITS // max(1, w_VD.shape[0])),
-    )
-    return _TokenLosses.apply(x_TD, w_VD, targets_T, options)
+    options: LossOptions,
+    sums: bool,
+    accumulate: torch.Tensor | None,
+) -> Tokens | Sums:
+    """Loss and logsumexp of every token, or the sums."""
+    targets_T = targets_T.contiguous()
+    if sums and _makes_gradients(x_TD, w_VD):
+        if torch.compiler.is_compiling():
+            return _CompiledSums.apply(x_TD, w_VD, targets_T, options)
+        return _Sums.apply(x_TD, w_VD, targets_T, options, accumulate)
+    loss_T, lse_T = _Tokens.apply(x_TD, w_VD, targets_T, options, accumulate)
+    return sums_of(loss_T, lse_T, targets_T, options) if sums else (loss_T, lse_T)
 
 
-class _TokenLosses(torch.autograd.Function):
+def _makes_gradients(x_TD: torch.Tensor, w_VD: torch.Tensor) -> bool:
+    """Whether forward should make them: not where it will be run again before backward."""
+    wanted = torch.is_grad_enabled() and (x_TD.requires_grad or w_VD.requires_grad)
+    return wanted and (torch.compiler.is_compiling() or not _checkpointed())
+
+
+def _checkpointed() -> bool:
+    # A non-reentrant checkpoint runs both times with gradients enabled.
+    hooks = _top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -59,78 +58,238 @@ class _TokenLosses(torch.autograd.Function):
         w_VD: torch.Tensor,
         targets_T: torch.Tensor,
         options: LossOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        w = w_VD.to(x_TD.dtype)
-        losses, lses = [], []
-        for x, targets in _chunks(options.chunk_tokens, x_TD, targets_T):
-            loss, lse = _forward_chunk(x, w, targets, options)
-            losses.append(loss)
-            lses.append(lse)
-        empty = x_TD.new_zeros(0, dtype=torch.float32)
-        loss_T = torch.cat(losses) if losses else empty
-        lse_T = torch.cat(lses) if lses else empty.clone()
+        accumulate: torch.Tensor | None,
+    ) -> Sums:
+        objective, nll, z, tokens, lse_T, dx_TD, dw_VD = linear_cross_entropy_gradients(
+            x_TD, w_VD, targets_T, *_plain(options), options.z_loss, *ctx.needs_input_grad[:2]
+        )
         ctx.save_for_backward(x_TD, w_VD, targets_T, lse_T)
-        ctx.options = options
-        return loss_T, lse_T
+        # No saved tensors: handed out and changed in place, which these must not be.
+        ctx.made = dx_TD, dw_VD
+        ctx.options, ctx.accumulate, ctx.dtype = options, accumulate, w_VD.dtype
+        ctx.mark_non_differentiable(nll, z, tokens)
+        return objective, nll, z, tokens
 
     @staticmethod
     @once_differentiable
     # once_differentiable's own type hides the parameter names.
     # pyrefly: ignore[bad-override]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        dloss_T, dlse_T = grads
-        x_TD, w_VD, targets_T, lse_T = ctx.saved_tensors
-        w, options = w_VD.to(x_TD.dtype), ctx.options
-        dxs, dw_VD = [], torch.zeros_like(w_VD, dtype=torch.float32)
-        rows = _chunks(options.chunk_tokens, x_TD, targets_T, lse_T, dloss_T, dlse_T)
-        for x, targets, lse, dloss, dlse in rows:
-            dlogits = _dlogits_chunk(x, w, targets, lse, dloss, dlse, options).to(x.dtype)
-            dxs.append(dlogits @ w)
-            dw_VD += dlogits.T @ x
-        dx_TD = torch.cat(dxs) if dxs else torch.zeros_like(x_TD)
-        return dx_TD, dw_VD.to(w_VD.dtype), None, None
+        made, ctx.made = ctx.made, None
+        if made is None:
+            return (*_again(ctx, grads[0]), None, None, None)
+        from slipstream.ops.linear_cross_entropy.launch import scale_launch  # noqa: PLC0415
+
+        (dx_TD, dw_VD), (need_x, need_w) = made, ctx.needs_input_grad[:2]
+        factor = grads[0].contiguous()
+        with torch.cuda.device_of(dx_TD):
+            dx_TD = scale_launch(dx_TD, dx_TD, factor) if need_x else None
+            if not need_w:
+                return dx_TD, None, None, None, None
+            if ctx.accumulate is not None:
+                scale_launch(dw_VD, ctx.accumulate, factor, add=True)
+                return dx_TD, None, None, None, None
+            same = ctx.dtype == dw_VD.dtype
+            out_VD = dw_VD if same else torch.empty_like(dw_VD, dtype=ctx.dtype)
+            return dx_TD, scale_launch(dw_VD, out_VD, factor), None, None, None
 
 
-def _chunks(size: int, *tensors: torch.Tensor) -> Any:
-    return zip(*(t.split(size) for t in tensors if t.shape[0]), strict=True)
+def _again(ctx: Any, dobjective: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of the sums from the saved inputs."""
+    x_TD, w_VD, targets_T, lse_T = ctx.saved_tensors
+    dloss_T = dobjective.expand(len(x_TD)).contiguous()
+    kept_T = targets_T != ctx.options.ignore_index
+    dlse_T = (2 * ctx.options.z_loss * dobjective * lse_T).where(kept_T, 0.0)
+    saved = x_TD, w_VD, targets_T, lse_T
+    return _backward(saved, dloss_T, dlse_T, ctx.options, ctx.needs_input_grad, ctx.accumulate)
 
 
-def _logits(x: torch.Tensor, w: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    logits = (x @ w.T).float()
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+class _CompiledSums(torch.autograd.Function):
+    """For the compiler: what was made is saved, and backward scales copies of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        w_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        options: LossOptions,
+    ) -> Sums:
+        objective, nll, z, tokens, _, dx_TD, dw_VD = linear_cross_entropy_gradients(
+            x_TD, w_VD, targets_T, *_plain(options), options.z_loss, *ctx.needs_input_grad[:2]
+        )
+        ctx.save_for_backward(dx_TD, dw_VD)
+        ctx.dtypes = x_TD.dtype, w_VD.dtype
+        ctx.mark_non_differentiable(nll, z, tokens)
+        return objective, nll, z, tokens
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        scaled = [
+            (made.float() * grads[0]).to(dtype) if needed else None
+            for made, dtype, needed in zip(
+                ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:2], strict=True
+            )
+        ]
+        return (*scaled, None, None)
 
 
-def _forward_chunk(
-    x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, options: LossOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = _logits(x, w, options.softcap)
-    lse = torch.logsumexp(logits, dim=-1)
-    kept = targets != options.ignore_index
-    picked = logits.gather(1, targets.where(kept, 0)[:, None])[:, 0]
-    smooth = options.label_smoothing
-    loss = lse - (1 - smooth) * picked
-    if smooth:
-        loss = loss - smooth * logits.mean(-1)
-    return loss.where(kept, 0.0), lse
+class _Tokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        w_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        options: LossOptions,
+        accumulate: torch.Tensor | None,
+    ) -> Tokens:
+        loss_T, lse_T = linear_cross_entropy_tokens(x_TD, w_VD, targets_T, *_plain(options))
+        ctx.save_for_backward(x_TD, w_VD, targets_T, lse_T)
+        ctx.options, ctx.accumulate = options, accumulate
+        return loss_T, lse_T
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        dloss_T, dlse_T = (grad.contiguous() for grad in grads)
+        found = _backward(
+            ctx.saved_tensors, dloss_T, dlse_T, ctx.options, ctx.needs_input_grad, ctx.accumulate
+        )
+        return (*found, None, None, None)
 
 
-def _dlogits_chunk(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    targets: torch.Tensor,
-    lse: torch.Tensor,
-    dloss: torch.Tensor,
-    dlse: torch.Tensor,
+def _backward(
+    saved: tuple[torch.Tensor, ...],
+    dloss_T: torch.Tensor,
+    dlse_T: torch.Tensor,
     options: LossOptions,
-) -> torch.Tensor:
-    logits = _logits(x, w, options.softcap)
-    kept = targets != options.ignore_index
-    dloss, smooth = dloss.where(kept, 0.0), options.label_smoothing
-    dlogits = torch.exp(logits - lse[:, None]) * (dloss + dlse)[:, None]
-    if smooth:
-        dlogits -= (smooth / w.shape[0] * dloss)[:, None]
-    index = targets.where(kept, 0)[:, None]
-    dlogits.scatter_add_(1, index, -(1 - smooth) * dloss[:, None])
-    if options.softcap is not None:
-        dlogits *= 1 - (logits / options.softcap).square()
-    return dlogits
+    needed: tuple[bool, ...],
+    accumulate: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    need_x, need_w = needed[:2]
+    x_TD, w_VD, targets_T, lse_T = saved
+    arguments = x_TD, w_VD, targets_T, lse_T, dloss_T, dlse_T
+    if accumulate is not None:
+        from slipstream.ops.linear_cross_entropy.launch import backward_launch  # noqa: PLC0415
+
+        with torch.cuda.device_of(dloss_T), _no_autocast(dloss_T):
+            dx_TD, _ = backward_launch(*arguments, options, need_x, need_w, accumulate)
+        return (dx_TD if need_x else None), None
+    dx_TD, dw_VD = linear_cross_entropy_backward(*arguments, *_plain(options), need_x, need_w)
+    return (dx_TD if need_x else None), (dw_VD if need_w else None)
+
+
+def _plain(options: LossOptions) -> tuple[int, float, float | None]:
+    return options.ignore_index, options.label_smoothing, options.softcap
+
+
+def _options(
+    ignore_index: int, label_smoothing: float, softcap: float | None, z_loss: float = 0.0
+) -> LossOptions:
+    return LossOptions(
+        ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss
+    )
+
+
+def _no_autocast(tensor: torch.Tensor) -> torch.autocast:
+    # Backward may be called under it; the products are in the dtype forward chose.
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+@custom_op("linear_cross_entropy_tokens")
+def linear_cross_entropy_tokens(
+    x_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss (0 where ignored) and logsumexp of every token, fp32."""
+    from slipstream.ops.linear_cross_entropy.launch import forward_launch  # noqa: PLC0415
+
+    options = _options(ignore_index, label_smoothing, softcap)
+    with torch.cuda.device_of(x_TD):
+        return forward_launch(x_TD, w_VD, targets_T, options)
+
+
+@linear_cross_entropy_tokens.register_fake
+def _(x_TD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    loss_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
+    return loss_T, torch.empty_like(loss_T)
+
+
+@custom_op("linear_cross_entropy_gradients")
+def linear_cross_entropy_gradients(
+    x_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    need_x: bool,
+    need_w: bool,
+) -> Made:
+    """The four sums, logsumexp, and the gradients of the objective, that of w in fp32."""
+    from slipstream.ops.linear_cross_entropy.launch import gradients_launch  # noqa: PLC0415
+
+    options = _options(ignore_index, label_smoothing, softcap, z_loss)
+    with torch.cuda.device_of(x_TD):
+        sums, lse_T, dx_TD, dw_VD = gradients_launch(x_TD, w_VD, targets_T, options, need_x, need_w)
+    return (*sums, lse_T, dx_TD, dw_VD)
+
+
+@linear_cross_entropy_gradients.register_fake
+def _(
+    x_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    need_x: bool,
+    need_w: bool,
+) -> Made:
+    objective, nll, z = (x_TD.new_empty((), dtype=torch.float32) for _ in range(3))
+    lse_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
+    dx_TD = x_TD.new_empty(x_TD.shape if need_x else (0,))
+    dw_VD = w_VD.new_empty(w_VD.shape if need_w else (0,), dtype=torch.float32)
+    return objective, nll, z, targets_T.new_empty(()), lse_T, dx_TD, dw_VD
+
+
+@custom_op("linear_cross_entropy_backward")
+def linear_cross_entropy_backward(
+    x_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    lse_T: torch.Tensor,
+    dloss_T: torch.Tensor,
+    dlse_T: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    need_x: bool,
+    need_w: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x and w in their dtypes; empty if not needed."""
+    from slipstream.ops.linear_cross_entropy.launch import backward_launch  # noqa: PLC0415
+
+    options = _options(ignore_index, label_smoothing, softcap)
+    with torch.cuda.device_of(x_TD), _no_autocast(x_TD):
+        dx_TD, dw_VD = backward_launch(
+            x_TD, w_VD, targets_T, lse_T, dloss_T, dlse_T, options, need_x, need_w
+        )
+    return dx_TD, dw_VD.to(w_VD.dtype)
+
+
+@linear_cross_entropy_backward.register_fake
+def _(x_TD: torch.Tensor, w_VD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    need_x, need_w = rest[-2:]
+    dx_TD = x_TD.new_empty(x_TD.shape if need_x else (0,))
+    return dx_TD, w_VD.new_empty(w_VD.shape if need_w else (0,))

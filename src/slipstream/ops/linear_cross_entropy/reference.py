@@ -1,32 +1,53 @@
 """Linear layer and cross entropy in plain PyTorch, whole logits in fp32: the truth to test against.
 
-It serves fp64 calls and is never chosen for training: see ``autograd.py`` for the chunked one.
+It serves fp64 calls and is never chosen for training: see ``launch.py`` for the fast one.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from slipstream.ops.check import compute_dtype
+from slipstream.ops.linear_cross_entropy.options import LossOptions, sums_of
 
 
-def token_losses_reference(
+def loss_reference(
     x_TD: torch.Tensor,
     w_VD: torch.Tensor,
     targets_T: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token cross entropy (0 where ignored) and logsumexp of the logits, both ``(T,)``."""
+    options: LossOptions,
+    sums: bool,
+    accumulate: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Per-token cross entropy (0 where ignored) and logsumexp of the logits, or their sums."""
     wide = compute_dtype(x_TD)
-    logits_TV = x_TD.to(wide) @ w_VD.to(wide).T
-    if softcap is not None:
-        logits_TV = softcap * torch.tanh(logits_TV / softcap)
+    w_VD = w_VD.to(wide) if accumulate is None else _AddTo.apply(w_VD.to(wide), accumulate)
+    logits_TV = x_TD.to(wide) @ w_VD.T
+    if options.softcap is not None:
+        logits_TV = options.softcap * torch.tanh(logits_TV / options.softcap)
     loss_T = F.cross_entropy(
         logits_TV,
         targets_T,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
+        ignore_index=options.ignore_index,
+        label_smoothing=options.label_smoothing,
         reduction="none",
     )
-    return loss_T, torch.logsumexp(logits_TV, dim=-1)
+    lse_T = torch.logsumexp(logits_TV, dim=-1)
+    return sums_of(loss_T, lse_T, targets_T, options) if sums else (loss_T, lse_T)
+
+
+class _AddTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        ctx.buffer = buffer
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    # once_differentiable's own type hides the parameter names.
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
+        ctx.buffer += grads[0]
+        return None, None
