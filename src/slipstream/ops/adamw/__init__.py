@@ -1,23 +1,27 @@
 """AdamW over lists of tensors, with clipping and the non-finite guard folded in."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from slipstream.errors import ShapeError
-from slipstream.ops import check, dispatch
+from slipstream.ops import check, dispatch, triton_support
 from slipstream.ops.adamw.fused import adamw_fused
-from slipstream.ops.adamw.options import AdamWOptions
+from slipstream.ops.adamw.options import AdamWOptions, Rounding
 from slipstream.ops.adamw.reference import adamw_reference
 from slipstream.ops.dispatch import Refusal
+from slipstream.ops.scattered import Grads, Scattered, samples
 
 Tensors = Sequence[torch.Tensor]
+SHORT = (torch.bfloat16, torch.float16)
+MAX_LAUNCHES, MIN_MEAN = 32, 1 << 20
+"""More tensors than this, of fewer elements on average, are for a multi-tensor kernel."""
 
 
 def adamw(
     params: Tensors,
-    grads: Tensors,
+    grads: Grads,
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
     steps: Tensors,
@@ -29,22 +33,29 @@ def adamw(
 ) -> None:
     """One AdamW step in place (Loshchilov and Hutter, arXiv 1711.05101).
 
-    ``params``, ``grads``, ``exp_avgs``, ``exp_avg_sqs`` have the same shapes; the moments are fp32.
-    ``steps``: one fp32 scalar tensor each, the number of steps taken, counted up here. ``masters``:
-    fp32 copies of low-precision ``params``; they are updated and ``params`` receive them rounded.
-    ``grad_divisor`` (fp32 scalar tensor) divides the gradients; where ``skip`` (bool scalar
-    tensor) is true nothing changes at all. No host synchronisation. ``grads`` may be overwritten.
-    Raises ShapeError.
+    ``params``, ``grads``, ``exp_avgs``, ``exp_avg_sqs`` have the same shapes; the moments are fp32,
+    or bf16 with 16-bit params. ``grads`` of a flat bucket may be ``Scattered``. ``steps``: one
+    fp32 scalar tensor each, the number of steps taken, counted up here. ``masters``: fp32 copies
+    of 16-bit ``params``; they are updated and ``params`` receive them rounded. Without them
+    ``options.rounding`` says how. ``grad_divisor`` (fp32 scalar tensor) divides the gradients;
+    where ``skip`` (bool scalar tensor) is true nothing changes at all, except what
+    ``options.zero_grads`` asks for. No host synchronisation; arithmetic in fp32. ``grads`` may be
+    overwritten. Raises ShapeError.
     """
     counts = {len(group) for group in (params, grads, exp_avgs, exp_avg_sqs, steps)}
     if len(counts) != 1 or (masters is not None and len(masters) != len(params)):
         raise ShapeError("adamw: params, grads, moments, steps and masters differ in number")
-    if masters is None and any(p.dtype in (torch.bfloat16, torch.float16) for p in params):
-        raise ShapeError("adamw: 16-bit params need fp32 masters")
+    _check_rounding(params, masters, options)
     groups = {"grad": grads, "exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}
     for name, group in {**groups, "master": params if masters is None else masters}.items():
         for param, tensor in zip(params, group, strict=True):
-            check.shape("adamw", name, tensor, *param.shape)
+            if not isinstance(tensor, Scattered):
+                check.shape("adamw", name, tensor, *param.shape)
+            elif tensor.shape != param.shape:
+                raise ShapeError(
+                    f"adamw: {name} is of a bucket of {tensor.layout.num_elements} elements, its "
+                    f"param has shape {tuple(param.shape)}; give that bucket"
+                )
     if not params:
         return
     device = params[0].device
@@ -55,17 +66,68 @@ def adamw(
     )
 
 
-def _refuse_fused(
+def _check_rounding(params: Tensors, masters: Tensors | None, options: AdamWOptions) -> None:
+    if options.rounding not in (None, *get_args(Rounding)):
+        raise ShapeError(
+            f"adamw: rounding = {options.rounding!r}, expected None, nearest or stochastic"
+        )
+    if masters is not None:
+        return
+    if options.rounding is None and any(p.dtype in SHORT for p in params):
+        raise ShapeError(
+            "adamw: 16-bit params need fp32 masters, or options.rounding = 'stochastic'"
+        )
+    if options.rounding == "stochastic" and any(p.dtype == torch.float16 for p in params):
+        raise ShapeError(
+            "adamw: rounding = 'stochastic' is for bf16, a param is fp16; give fp32 masters"
+        )
+
+
+def _refuse_triton(
     params: Tensors,
-    grads: Tensors,
+    grads: Grads,
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
     steps: Tensors,
     masters: Tensors | None,
-    *_: Any,
+    divisor: torch.Tensor,
+    skip: torch.Tensor,
+    options: AdamWOptions,
+) -> Refusal | None:
+    if torch.compiler.is_compiling():
+        return Refusal(reason="its kernels change tensors in place, which the compiler fuses too")
+    weights = params if masters is None else masters
+    exact = options.rounding == "stochastic" and masters is None
+    for tensor in (*params, *weights, *exp_avgs, *exp_avg_sqs):
+        refusal = triton_support.refusal(tensor, products=not exact)
+        if refusal is not None:
+            return refusal
+        if not tensor.is_contiguous():
+            return Refusal(reason="a weight or one of its moments is not contiguous")
+    refusals = (triton_support.refusal(grad, products=False) for grad in samples(grads))
+    refused = next((refusal for refusal in refusals if refusal is not None), None)
+    if refused is not None:
+        return refused
+    if len(params) > MAX_LAUNCHES and sum(p.numel() for p in params) < MIN_MEAN * len(params):
+        return Refusal(reason="a launch for each of many small tensors would take longer")
+    return None
+
+
+def _refuse_fused(
+    params: Tensors,
+    grads: Grads,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Tensors,
+    masters: Tensors | None,
+    divisor: torch.Tensor,
+    skip: torch.Tensor,
+    options: AdamWOptions,
 ) -> Refusal | None:
     if torch.compiler.is_compiling():
         return Refusal(reason="PyTorch's fused AdamW cannot be traced; the compiler fuses the rest")
+    if options.rounding == "stochastic":
+        return Refusal(reason="PyTorch's fused AdamW rounds to nearest")
     device = params[0].device.type
     if device not in ("cpu", "cuda"):
         return Refusal(reason=f"PyTorch has no fused AdamW for {device}")
@@ -104,8 +166,15 @@ def _example(device: torch.device, dtype: torch.dtype) -> tuple[tuple, dict[str,
     ), {}
 
 
+def _adamw_triton(*args: Any) -> None:
+    from slipstream.ops.adamw.launch import adamw_triton  # noqa: PLC0415
+
+    adamw_triton(*args)
+
+
 dispatch.register(
     "adamw",
+    ("triton", _adamw_triton, _refuse_triton),
     ("fused", adamw_fused, _refuse_fused),
     ("reference", adamw_reference, None),
     example=_example,

@@ -6,6 +6,7 @@ import torch
 from torch.optim.adamw import adamw as torch_adamw
 
 from slipstream.ops.adamw.options import AdamWOptions
+from slipstream.ops.scattered import Grads, as_flat
 
 Tensors = Sequence[torch.Tensor]
 
@@ -13,7 +14,7 @@ Tensors = Sequence[torch.Tensor]
 @torch.no_grad()
 def adamw_fused(
     params: Tensors,
-    grads: Tensors,
+    grads: Grads,
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
     steps: Tensors,
@@ -22,9 +23,10 @@ def adamw_fused(
     skip: torch.Tensor,
     options: AdamWOptions,
 ) -> None:
-    """One step in place; gradients hold the divided values afterwards."""
+    """One step in place; gradients hold the divided values afterwards, or zeros if asked to."""
     weights = params if masters is None else masters
-    scaled = [_prepared(grad, weight) for grad, weight in zip(grads, weights, strict=True)]
+    dense = as_flat(grads)
+    scaled = [_prepared(grad, weight) for grad, weight in zip(dense, weights, strict=True)]
     torch_adamw(
         list(weights),
         scaled,
@@ -46,6 +48,8 @@ def adamw_fused(
     if masters is not None:
         for param, master in zip(params, masters, strict=True):
             param.copy_(master)
+    if options.zero_grads:
+        torch._foreach_zero_(dense)
 
 
 def _prepared(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

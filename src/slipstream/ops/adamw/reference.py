@@ -1,4 +1,4 @@
-"""AdamW in plain PyTorch, all arithmetic in fp32."""
+"""AdamW in plain PyTorch, all arithmetic in fp32 or wider."""
 
 import math
 from collections.abc import Sequence
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from slipstream.ops.adamw.options import AdamWOptions
+from slipstream.ops.adamw.philox import noise, rounded
+from slipstream.ops.check import compute_dtype
+from slipstream.ops.scattered import Grads, as_flat
 
 Tensors = Sequence[torch.Tensor]
 
@@ -13,7 +16,7 @@ Tensors = Sequence[torch.Tensor]
 @torch.no_grad()
 def adamw_reference(
     params: Tensors,
-    grads: Tensors,
+    grads: Grads,
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
     steps: Tensors,
@@ -23,27 +26,35 @@ def adamw_reference(
     options: AdamWOptions,
 ) -> None:
     """One step in place; where ``skip`` is true nothing changes, the step count included."""
-    keep = ~skip
+    keep, stochastic = ~skip, options.rounding == "stochastic"
     for i, (param, grad, m, v, step) in enumerate(
-        zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)
+        zip(params, as_flat(grads), exp_avgs, exp_avg_sqs, steps, strict=True)
     ):
         master = param if masters is None else masters[i]
-        g = grad.to(m.dtype) / grad_divisor
+        wide = compute_dtype(master)
+        g = grad.to(wide) / grad_divisor
         next_step = step + 1
-        next_m = torch.lerp(m, g, 1 - options.beta1)
-        next_v = options.beta2 * v + (1 - options.beta2) * g * g
+        next_m = torch.lerp(m.to(wide), g, 1 - options.beta1)
+        next_v = options.beta2 * v.to(wide) + (1 - options.beta2) * g * g
         m_hat = next_m / _unseen(options.beta1, next_step)
         v_hat = next_v / _unseen(options.beta2, next_step)
-        update = m_hat / (v_hat.sqrt() + options.eps) + options.weight_decay * master
-        for state, value in (
-            (m, next_m),
-            (v, next_v),
-            (step, next_step),
-            (master, master - options.lr * update),
+        weight = master.to(wide)
+        update = m_hat / (v_hat.sqrt() + options.eps) + options.weight_decay * weight
+        weight = weight - options.lr * update
+        bits = noise(grads[i], options.seed, next_step) if stochastic else None
+        for state, value, shift in (
+            (m, next_m, 16),
+            (v, next_v, 8),
+            (step, next_step, None),
+            (master, weight, 0),
         ):
-            state.copy_(torch.where(keep, value, state))
+            if bits is not None and shift is not None and state.dtype == torch.bfloat16:
+                value = rounded(value, (bits >> shift & 0xFFFF).view_as(value))
+            state.copy_(torch.where(keep, value.to(state.dtype), state))
         if masters is not None:
             param.copy_(master)
+        if options.zero_grads and isinstance(grads[i], torch.Tensor):
+            grad.zero_()
 
 
 def _unseen(beta: float, step: torch.Tensor) -> torch.Tensor:
