@@ -80,7 +80,8 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
         ("optim.lr=-1", r"optim\.lr = -1: .*greater than 0"),
         ("train.dtype=fp8", r"train\.dtype = 'fp8': .*'auto', 'bf16' or 'fp32'"),
         ("parallel.data.engine=zero", r"parallel\.data\.engine = 'zero'"),
-        ("recompute.budget_gib=40", r"recompute\.budget_gib = 40: this version cannot recompute"),
+        ("recompute.budget_gib=40", r"recompute\.budget_gib = 40 needs recompute\.mode = 'auto'"),
+        ("recompute.mode=auto", r"recompute\.mode = 'auto' needs recompute\.budget_gib"),
         ("model.num_heads=3", r"d_model = 256 is not divisible by num_heads = 3"),
         ("model.num_kv_heads=3", r"num_heads = 4 is not divisible by num_kv_heads = 3"),
         ("model=3", r"model = 3"),
@@ -164,7 +165,7 @@ def test_the_names_people_type_exist() -> None:
         "parallel.data.engine=ddp",
     ]  # fmt: skip
     config = load(RunConfig, None, typed)
-    assert config.recompute.budget_gib is None
+    assert config.recompute.mode == "none"
     assert tomllib.loads(to_toml(config))["data"]["path"] == "x"
 
 

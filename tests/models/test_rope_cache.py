@@ -78,7 +78,7 @@ def test_compiled_layers_take_slices_of_the_tables(scaling: str) -> None:
         losses = []
         for model in (eager, compiled):
             model.zero_grad()
-            loss = model(tokens[:, :length], tokens[:, 1 : length + 1]).loss.nll
+            loss = model(tokens[:, :length], tokens[:, 1 : length + 1]).loss.objective
             loss.backward()
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -84,7 +84,7 @@ def test_the_loss_and_every_gradient_equal_those_of_the_logits(variant: str) -> 
     targets = tokens()
     targets[0, :4] = -100
     out = model(batch, targets)
-    out.loss.nll.backward()
+    out.loss.objective.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     logits = model(batch).logits
@@ -104,7 +104,7 @@ def test_the_loss_and_every_gradient_equal_those_of_the_logits(variant: str) -> 
 def test_gradients_equal_finite_differences() -> None:
     model = build(**VARIANTS["moe-every-shared"]).double()
     batch, targets, eps = tokens(), tokens(), 1e-6
-    model(batch, targets).loss.nll.backward()
+    model(batch, targets).loss.objective.backward()
     for name, parameter in model.named_parameters():
         index = parameter.grad.abs().argmax()
         flat = parameter.detach().view(-1)
@@ -149,7 +149,7 @@ def test_bf16_compute_gives_fp32_gradients(variant: str) -> None:
     model.compute_dtype = torch.bfloat16
     hidden, _ = model.hidden(batch)
     assert hidden.dtype == torch.bfloat16
-    rounded = model(batch, targets).loss.nll
+    rounded = model(batch, targets).loss.objective
     assert rounded.dtype == torch.float32
     rounded.backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -161,10 +161,10 @@ def test_bf16_compute_gives_fp32_gradients(variant: str) -> None:
 def test_clip_bounds_queries_keys_and_values() -> None:
     plain, clipped = build(), build(clip_qkv=0.05)
     clipped.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 5, 24)
-    for part in clipped.layers[0].attention._project(x):
+    qkv = torch.randn(2, 5, clipped.layers[0].attention.wqkv.weight.shape[0])
+    for part in clipped.layers[0].attention._project(qkv):
         assert part.abs().max().item() == pytest.approx(0.05)
-    assert plain.layers[0].attention._project(x)[0].abs().max() > 0.05
+    assert plain.layers[0].attention._project(qkv)[0].abs().max() > 0.05
     batch = tokens()
     assert not torch.allclose(plain(batch).logits, clipped(batch).logits)
 

@@ -39,18 +39,19 @@ def test_two_ranks_equal_one_rank_with_twice_the_batch(
 def test_checkpoint_of_two_ranks_resumes_on_one_and_back(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for ranks, steps in ((2, 8), (1, 14), (2, 20)):
-        changed = (f"train.steps={steps}", "optim.schedule=constant")
+        changed = (f"train.steps={steps}", "optim.schedule=constant", LARGE_EPS)
         command = (*arguments("dense", corpus, run, *TWENTY[1:], *changed), "--resume")
         done = slipstream(*command) if ranks == 1 else torchrun(ranks, *command)
         assert done.returncode == 0, done.stderr
         saved = find(run / "checkpoints")[-1].meta
         assert (saved.step, saved.world, saved.next_sample) == (steps, ranks, steps * 8)
     constant = tmp_path / "constant"
-    slipstream(*arguments("dense", corpus, constant, *TWENTY, "optim.schedule=constant"))
+    alone = ("optim.schedule=constant", LARGE_EPS)
+    slipstream(*arguments("dense", corpus, constant, *TWENTY, *alone))
     ours, theirs = (
         [r["loss"] for r in records(folder) if "loss" in r] for folder in (run, constant)
     )
-    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert ours == pytest.approx(theirs, rel=20 * torch.finfo(torch.float32).eps)
 
 
 def test_a_batch_ranks_cannot_share_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ pair (branch, residual). Given targets, the forward pass returns sums of the los
 logits.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from slipstream.errors import ShapeError
 from slipstream.models.config import ModelConfig, MoEConfig
 from slipstream.nn import MLP, Attention, Linear, LossSums, MoE, Norm, TokenLoss
 from slipstream.nn.attention import Positions, document_mask
+from slipstream.nn.offload import offloading
 from slipstream.ops import rope_tables
 
 
@@ -30,10 +31,16 @@ class ModelOutput(NamedTuple):
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward block, each behind a norm."""
+    """Attention and a feed-forward block, each behind a norm.
+
+    ``recompute``: keep, or offload what the parts keep for backward to the host's memory.
+    """
+
+    recompute_actions = ("keep", "offload")
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
+        self.recompute = "keep"
         self.attention_norm = _norm(config)
         self.attention = Attention(
             config.d_model,
@@ -54,21 +61,24 @@ class Layer(nn.Module):
         self.aux_weight = config.moe.aux_loss if config.moe else 0.0
         self.z_weight = config.moe.z_loss if config.moe else 0.0
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Around the compiled graph too, which has no part in offloading."""
+        with offloading(self, enabled=self.recompute == "offload"):
+            return super().__call__(*args, **kwargs)
+
     def forward(
         self, branch: torch.Tensor, residual: torch.Tensor | None, positions: Positions
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(branch, residual) to (branch, residual, weighted router losses)."""
-        if residual is None:
-            x, residual = self.attention_norm(branch), branch
-        else:
-            x, residual = self.attention_norm.add(branch, residual)
-        x, residual = self.mlp_norm.add(self.attention(x, positions), residual)
+        normed = self.attention_norm.before(branch, residual)
+        out = self.attention(normed, positions)
+        normed = self.mlp_norm.before(out, normed.s)
         if self.mlp is not None:
-            return self.mlp(x), residual, x.new_zeros((), dtype=torch.float32)
+            return self.mlp(normed), normed.s, out.new_zeros((), dtype=torch.float32)
         assert self.moe is not None
-        out, routing = self.moe(x)
+        out, routing = self.moe(normed)
         losses = self.aux_weight * routing.aux_loss + self.z_weight * routing.z_loss
-        return out, residual, losses
+        return out, normed.s, losses
 
     def reset_parameters(self, std: float, out_std: float) -> None:
         """Initial weights."""
@@ -83,14 +93,18 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model of any family ``ModelConfig`` spans."""
 
-    def __init__(self, config: ModelConfig, *, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self, config: ModelConfig, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = _norm(config)
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
-        self.token_loss = TokenLoss(label_smoothing=label_smoothing, softcap=config.logit_softcap)
+        self.token_loss = TokenLoss(
+            label_smoothing=label_smoothing, softcap=config.logit_softcap, z_loss=z_loss
+        )
         self.compute_dtype: torch.dtype | None = None
         self._tables: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         self.reset_parameters()

@@ -12,6 +12,7 @@ from torch import nn
 
 from slipstream.errors import ConfigError
 from slipstream.nn.mlp import MLP
+from slipstream.nn.norm import Normed
 from slipstream.ops import check, moe
 from slipstream.ops.activation import is_gated
 from slipstream.ops.moe import Routing
@@ -30,7 +31,13 @@ class MoEStats(NamedTuple):
 
 
 class MoE(nn.Module):
-    """Router, E experts of which each token uses K, optional shared expert, summed."""
+    """Router, E experts of which each token uses K, optional shared expert, summed.
+
+    ``recompute``: what backward keeps. keep: the normed input and the experts' hidden values; norm:
+    the hidden values; experts: the normed input; full: neither. The routing is always kept.
+    """
+
+    recompute_actions = ("keep", "norm", "experts", "full")
 
     load_E: torch.Tensor
     demand_E: torch.Tensor
@@ -66,6 +73,7 @@ class MoE(nn.Module):
         super().__init__()
         _check(threshold=threshold, window=window, ramp=ramp, shared_hidden=shared_hidden)
         self.activation, self.top_k, self.aux_scope = activation, top_k, aux_scope
+        self.recompute = "keep"
         self.score, self.normalize, self.scale = score, normalize, scale
         self.num_groups, self.top_groups, self.group_top = num_groups, top_groups, group_top
         self.bias_update_rate = bias_update_rate
@@ -85,8 +93,19 @@ class MoE(nn.Module):
         self.register_buffer("rerouted", torch.zeros(()), persistent=False)
         self._last_threshold: tuple[torch.Tensor, int, torch.Tensor | None] = (self.steps, 0, None)
 
-    def forward(self, x_BLD: torch.Tensor) -> tuple[torch.Tensor, Routing]:
-        """``(B, L, D)`` to ``(B, L, D)`` and the routing, whose losses the caller weighs."""
+    def forward(self, x_BLD: torch.Tensor | Normed) -> tuple[torch.Tensor, Routing]:
+        """``(B, L, D)`` to ``(B, L, D)`` and the routing, whose losses the caller weighs.
+
+        A plain tensor stays with who keeps it.
+        """
+        if not isinstance(x_BLD, Normed):
+            return self._mix(x_BLD)
+        if self.recompute in ("norm", "full"):
+            # The router, the experts and the shared expert all read the one that is made again.
+            return x_BLD.recomputed(lambda y: (y,), self._mix)
+        return self._mix(x_BLD.read())
+
+    def _mix(self, x_BLD: torch.Tensor) -> tuple[torch.Tensor, Routing]:
         check.shape("MoE", "x", x_BLD, None, None, self.router.shape[1])
         batch = x_BLD.shape[0]
         logits_TE, x_TD = moe.router_logits_and_x(x_BLD.flatten(0, 1), self.router)
@@ -113,7 +132,13 @@ class MoE(nn.Module):
             self._count(routing)
         shared_TD = None if self.shared is None else self.shared(x_TD)
         out_TD = moe.moe_mlp(
-            x_TD, self.w13, self.w2, routing, activation=self.activation, shared_TD=shared_TD
+            x_TD,
+            self.w13,
+            self.w2,
+            routing,
+            activation=self.activation,
+            shared_TD=shared_TD,
+            save="x" if self.recompute in ("experts", "full") else "h",
         )
         return out_TD.view_as(x_BLD), routing
 

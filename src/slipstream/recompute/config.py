@@ -1,23 +1,33 @@
 """Settings of activation recomputation."""
 
-from pydantic import field_validator
+from typing import Literal, Self
+
+from pydantic import PositiveFloat, model_validator
 
 from slipstream.config import Config
+
+Mode = Literal["none", "selective", "full", "auto"]
 
 
 class RecomputeConfig(Config):
     """Trade arithmetic for activation memory."""
 
-    budget_gib: float | None = None
-    """Activation memory to stay under, GiB; unset keeps every activation. This version has no
-    planner, so any other value is refused."""
+    mode: Mode = "none"
+    """none: keep every activation; selective: give up what costs next to nothing to make again;
+    full: keep the residual stream and the routing; auto: measure, and give up as little as
+    budget_gib allows."""
+    budget_gib: PositiveFloat | None = None
+    """auto: the most memory of a device a step may take, GiB, weights and optimizer included."""
 
-    @field_validator("budget_gib")
-    @classmethod
-    def _no_planner(cls, value: float | None) -> float | None:
-        if value is not None:
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.mode == "auto" and self.budget_gib is None:
             raise ValueError(
-                "this version cannot recompute activations; leave it out and lower "
-                "train.micro_batch to save memory"
+                "recompute.mode = 'auto' needs recompute.budget_gib, the GiB a step may take"
             )
-        return value
+        if self.mode != "auto" and self.budget_gib is not None:
+            raise ValueError(
+                f"recompute.budget_gib = {self.budget_gib:g} needs recompute.mode = 'auto', which "
+                f"is {self.mode!r}; set the one or leave out the other"
+            )
+        return self

@@ -91,6 +91,10 @@ class OptimConfig(Config):
     """Decoupled decay of matrices; vectors (norms, biases) are not decayed."""
     clip: FloatOrInf = Field(1.0, gt=0.0)
     """Largest gradient norm; inf turns clipping off."""
+    storage: Literal["flat", "separate"] = "flat"
+    """flat: weights and optimizer state in a few large tensors; on one rank the weights that are
+    cast anyway are kept in train.dtype, beside fp32 masters. separate: a tensor for each. The
+    results are the same."""
 
 
 class CheckpointConfig(Config):

@@ -26,6 +26,7 @@ from slipstream.train.config import RunConfig
 from slipstream.train.console import ProgressView
 from slipstream.train.evaluate import Evaluation, evaluate
 from slipstream.train.guard import earliest, first_bad_place
+from slipstream.train.memory import announcement, deviation, plan_memory
 from slipstream.train.metrics import MetricsFile, Record, read_metrics
 from slipstream.train.phases import PhaseTimer
 from slipstream.train.run_folder import RunFolder
@@ -41,6 +42,9 @@ from slipstream.train.setup import (
 )
 from slipstream.train.step import StepResult, TrainStep
 from slipstream.train.trackers import Tracker, check_trackers, flatten, start_trackers
+
+CHECKED_STEPS = 3
+"""After so many steps of a run the peak is one of every step."""
 
 
 def train(
@@ -78,6 +82,7 @@ class Run:
         if saved is not None:
             self._check(saved)
         self.parts = build(config, ranks, resumed=saved is not None)
+        self.plan = plan_memory(config, self.parts.model, ranks)
         self.step = 0 if saved is None else saved.meta.step
         self.timer = PhaseTimer(ranks.device)
         self.stepper = TrainStep(
@@ -169,6 +174,8 @@ class Run:
         )
         if self.config.eval.every and self.corpus.val is None:
             self.view.say("no validation split in data.path: evaluation is off")
+        for line in announcement(self.plan) if self.plan is not None else []:
+            self.view.say(line)
         for line in changed:
             self.view.say(f"changed since the run began: {line}")
 
@@ -180,6 +187,7 @@ class Run:
         if not whole:
             del state["rng"]
         checkpoint.load(saved, state, here)
+        self.parts.optimizer.follow_masters()
         if whole:
             checkpoint.set_rng_state(state["rng"][key], here.device)
         self.view.say(f"resumed from {saved.path.name}")
@@ -206,8 +214,11 @@ class Run:
         if self.step >= steps:
             self.view.say(f"already at step {self.step} of {steps}: nothing to do")
         reset_peak_memory(self.ranks.device)
+        begin = self.step
         while self.step < steps:
             batch, result = self._one_step(bool(stopping))
+            if self.step == begin + CHECKED_STEPS:
+                self._check_memory()
             self.checkpoints.poll(result.written)
             self._guard(batch, result)
             self.parts.optimizer.zero_grad()
@@ -223,6 +234,12 @@ class Run:
                 self.view.say(f"asked to stop: saved step {self.step}, continue with --resume")
                 break
         self.checkpoints.wait()
+
+    def _check_memory(self) -> None:
+        measured = peak_memory_bytes(self.ranks.device) / 2**30
+        line = deviation(self.plan, measured, self.ranks.device)
+        if line is not None:
+            self.view.say(line)
 
     def _evaluation_is_owed(self) -> bool:
         # A run that was stopped on a step due for evaluation saved first and left this for later.
@@ -259,6 +276,8 @@ class Run:
             "mfu": round(per_device / spec.peak_flops(self.dtype), 4) if spec else None,
             "peak_gib": round(peak_memory_bytes(self.ranks.device) / 2**30, 3),
         }
+        if self.plan is not None and self.plan.predicted_gib is not None:
+            clock["predicted_gib"] = round(self.plan.predicted_gib, 3)
         record: Record = {
             "step": self.step,
             "tokens": self.step * self.config.train.tokens_per_step,
@@ -325,7 +344,7 @@ class Run:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "model": self.parts.model.state_dict(),
+            "model": self.parts.optimizer.exact(self.parts.model.state_dict()),
             "optim": self.parts.optimizer.state,
             "rng": {f"rank{self.ranks.rank}": checkpoint.rng_state(self.ranks.device)},
         }

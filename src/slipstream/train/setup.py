@@ -132,18 +132,32 @@ def build(config: RunConfig, ranks: Ranks, *, resumed: bool) -> Parts:
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         for layer in model.layers:
             layer.compile()
+    # The weights move here, so before anything holds on to their memory.
+    optimizer = AdamW(
+        model,
+        config.optim,
+        weights=_weight_dtype(model, ranks),
+        accumulate=0 < config.train.micro_batch < config.sequences_per_step // ranks.world,
+    )
     module = wrap(model, ranks, config.parallel.data)
-    return Parts(model=model, module=module, optimizer=AdamW(model, config.optim))
+    return Parts(model=model, module=module, optimizer=optimizer)
+
+
+def _weight_dtype(model: Transformer, ranks: Ranks) -> torch.dtype:
+    # DistributedDataParallel would add up the gradients of bf16 weights in bf16.
+    if ranks.world > 1 or model.compute_dtype is None:
+        return torch.float32
+    return model.compute_dtype
 
 
 def initial_model(
     config: RunConfig, device: torch.device, *, from_folder: bool = True
 ) -> Transformer:
     """Fresh weights from the seed, or those of ``train.init_from``, in fp32."""
-    smoothing = config.train.label_smoothing
+    loss = {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
     if config.train.init_from is None or not from_folder:
         with torch.device(device):
-            return Transformer(config.model.plain(), label_smoothing=smoothing)
+            return Transformer(config.model.plain(), **loss)
     folder, wanted = Path(config.train.init_from), config.model.plain()
     given = load_trained(folder).model
     here, there = wanted.architecture(), given.config.architecture()
@@ -154,7 +168,7 @@ def initial_model(
                 "leave it out to take the folder's"
             )
     with torch.device(device):
-        model = Transformer(wanted, label_smoothing=smoothing)
+        model = Transformer(wanted, **loss)
     model.load_state_dict(given.state_dict())
     return model
 

@@ -102,15 +102,12 @@ class TrainStep:
         with self.timer("forward"):
             output = self.module(tokens, targets, document)
             loss = output.loss
-            objective = loss.nll
-            if self.config.z_loss:
-                objective = objective + self.config.z_loss * loss.z
             part = len(micro.tokens_BL) / sequences
-            objective = objective * share.to(objective.dtype) + output.router_loss * part
+            objective = loss.objective * share.to(loss.objective.dtype) + output.router_loss * part
         with self.timer("backward"):
             objective.backward()
         router = output.router_loss.detach() * part
-        sums = (loss.nll.detach(), loss.z.detach(), router, loss.tokens)
+        sums = (loss.nll, loss.z, router, loss.tokens)
         return torch.stack([value.double() for value in sums])
 
 

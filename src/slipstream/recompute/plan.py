@@ -1,0 +1,342 @@
+"""Decides what each layer keeps for backward, so that a step fits a budget and loses least time.
+
+Costs are measured on this device, the peak is predicted from them, one pass of the chosen plan
+corrects the prediction. Routing, statistics of norms and of attention are kept in every plan.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError
+from slipstream.recompute.choose import Step, peaks, steps
+from slipstream.recompute.cost import Choice, ModelCosts, peak_bytes
+from slipstream.recompute.measure import measure, probe, uncompiled
+from slipstream.recompute.meter import Meter, differentiable
+from slipstream.recompute.sites import (
+    OFFLOAD,
+    Unit,
+    acting,
+    find_units,
+    keeping,
+    set_actions,
+    unwrapped,
+)
+
+GIB = 1 << 30
+CHEAP = ("reemit", "norm")
+"""Actions that cost next to nothing: what the mode ``selective`` takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What a plan does at one site."""
+
+    layer: str
+    """Name of the layer."""
+    site: str
+    """Name of the site in it."""
+    action: str
+    """What it does."""
+    gib_saved: float
+    """Activation memory it no longer keeps."""
+    ms_paid: float
+    """What that adds to a forward and backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """An action for every site."""
+
+    actions: dict[str, str]
+    """By name of the site."""
+    rows: tuple[Row, ...] = ()
+    """Sites that give something up, in order; empty where nothing was measured."""
+    budget_gib: float | None = None
+    """What was asked for."""
+    predicted_gib: float | None = None
+    """Peak of a forward and backward pass under this plan, static memory included."""
+    unconstrained_gib: float | None = None
+    """The same with everything kept."""
+    minimum_gib: float | None = None
+    """The smallest budget that can be met."""
+    ms_paid: float = 0.0
+    """What the plan adds to a forward and backward pass."""
+
+
+class Costs(Protocol):
+    """Where a plan's numbers come from."""
+
+    def measure(self, units: Sequence[Unit]) -> ModelCosts:
+        """Costs of the layers and of what is around them."""
+        ...
+
+    def probe(self, actions: Mapping[str, str], *, plain: bool) -> int | None:
+        """Peak in bytes of a pass under ``actions``, gradients apart; None: cannot be measured.
+
+        ``plain``: compiled layers run as they are, which is quicker once and not as close.
+        """
+        ...
+
+
+class Measured:
+    """Costs of a model on a sample, measured on the device it is on."""
+
+    def __init__(
+        self, model: nn.Module, run: Callable[[], torch.Tensor], extra_bytes: int = 0
+    ) -> None:
+        self.model, self.run, self.extra_bytes = model, run, extra_bytes
+        self.meter = Meter(next(model.parameters()).device)
+
+    def measure(self, units: Sequence[Unit]) -> ModelCosts:
+        """Measure a layer of each kind."""
+        found = measure(self.model, units, self.run, self.meter)
+        return replace(found, static_bytes=found.static_bytes + self.extra_bytes)
+
+    def probe(self, actions: Mapping[str, str], *, plain: bool) -> int | None:
+        """Run once."""
+        if not self.meter.on_gpu:
+            return None
+        units = find_units(self.model)
+        if not plain:
+            _allow_variants(units, actions)
+        as_is = uncompiled(self.model, units) if plain else nullcontext()
+        with acting(self.model, actions), as_is:
+            return probe(self.model, self.run, self.meter) + self.extra_bytes
+
+
+def plan(
+    model: nn.Module,
+    sample: Mapping[str, Any] | Sequence[Any],
+    budget_gib: float,
+    *,
+    extra_gib: float = 0.0,
+    accumulate: bool = False,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    costs: Costs | None = None,
+) -> Plan:
+    """Choose what each layer of ``model`` keeps, so that a step stays within ``budget_gib``.
+
+    ``sample``: the arguments of one training call, by name or in order, of a micro-batch's size.
+    ``budget_gib``: GiB of device memory at the peak of a forward and backward pass; what is
+    allocated now counts, so build the optimizer first, or give the memory still to come as
+    ``extra_gib``. ``accumulate``: a step adds up the gradients of several such calls.
+    ``loss`` turns the output of the model into what backward starts from (None: its ``loss``, or
+    the sum of all that is differentiable). ``costs``: other numbers than measured ones.
+    The model is as before afterwards. Of two budgets the smaller never has the larger peak.
+    Raises ConfigError for a budget that cannot be met, naming the smallest that can.
+    """
+    model = unwrapped(model)
+    units = find_units(model)
+    source = costs
+    if source is None:
+        run = _runner(model, sample, loss or _loss)
+        source = Measured(model, run, int(extra_gib * GIB))
+    found = source.measure(units)
+    alone, (first, walk) = found, steps(units, found)
+    if accumulate and not found.has_grads:
+        found = _with_grads(units, found)
+    line = peaks(found, first, walk)
+    fits = _Fit(units, alone, first, walk, line, source)
+    count, shift = fits.search(budget_gib)
+    return _plan(units, found, first, walk[:count], line, shift, budget_gib)
+
+
+def fixed(model: nn.Module, mode: str) -> Plan:
+    """The plans that need no measuring: ``none``, ``selective`` and ``full``.
+
+    Raises ConfigError for another mode, and for a model without sites.
+    """
+    units = find_units(unwrapped(model))
+    actions = keeping(units)
+    if mode not in ("none", "selective", "full"):
+        raise ConfigError(f"recompute: mode = {mode!r}, expected none, selective or full")
+    for site in (site for unit in units for site in unit.sites):
+        known = [action for action in site.actions if action != OFFLOAD]
+        if mode == "full":
+            actions[site.name] = known[-1]
+        elif mode == "selective":
+            actions[site.name] = next((a for a in known if a in CHEAP), known[0])
+    return Plan(actions=actions)
+
+
+def apply(model: nn.Module, plan: Plan) -> None:
+    """Have every site of ``model`` do what ``plan`` says, from the next forward pass on.
+
+    Layers may be compiled before or after. Raises ConfigError for a plan of another model.
+    """
+    model = unwrapped(model)
+    units = find_units(model)
+    set_actions(model, keeping(units) | plan.actions)
+    _allow_variants(units, plan.actions)
+
+
+def _with_grads(units: Sequence[Unit], costs: ModelCosts) -> ModelCosts:
+    """From the second pass on the gradients of the first are there."""
+    grads = [costs.layers[unit.kind].keep.grad_bytes for unit in units]
+    whole = sum(grads) + costs.tail.grad_bytes + costs.rest_grad_bytes
+    return replace(costs, static_bytes=costs.static_bytes + whole, has_grads=True)
+
+
+class _Fit:
+    """Finds how far along the steps a budget makes one go, with the help of measured peaks."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        costs: ModelCosts,
+        first: Sequence[Choice],
+        walk: Sequence[Step],
+        line: Sequence[int],
+        source: Costs,
+    ) -> None:
+        self.units, self.costs, self.first, self.walk = units, costs, first, walk
+        self.line, self.source = line, source
+
+    def search(self, budget_gib: float) -> tuple[int, int]:
+        """The number of steps, and the bytes by which its peak exceeds the predicted one.
+
+        Where to begin depends on one measurement that is the same for every budget; from there on
+        the first plan that fits is taken. So less budget never means fewer steps.
+        """
+        shift = self._shift(self._reference(budget_gib), plain=True)
+        if shift is None:
+            return self._begin(budget_gib, 0), 0
+        for count in range(self._begin(budget_gib, shift), len(self.line)):
+            here = self._shift(count, plain=False)
+            assert here is not None
+            if self.line[count] + here <= budget_gib * GIB:
+                return count, here
+            shift = here
+        raise self._too_small(budget_gib, shift)
+
+    def _reference(self, budget_gib: float) -> int:
+        # All steps but offload, whose host memory takes seconds to pin, if that can be enough.
+        kinds = [{action for _, action in step.choice.actions} for step in self.walk]
+        before = next((i for i, actions in enumerate(kinds) if OFFLOAD in actions), len(kinds))
+        return before if self.line[before] <= budget_gib * GIB else len(self.walk)
+
+    def _begin(self, budget_gib: float, shift: int) -> int:
+        for count, peak in enumerate(self.line):
+            if peak + shift <= budget_gib * GIB:
+                return count
+        raise self._too_small(budget_gib, shift)
+
+    def _shift(self, count: int, *, plain: bool) -> int | None:
+        walk = self.walk[:count]
+        measured = self.source.probe(_actions(self.units, self.first, walk), plain=plain)
+        if measured is None:
+            return None
+        layers = [choice.cost for choice in _choices(self.first, walk)]
+        return measured - peak_bytes(self.costs, layers, has_grads=False)
+
+    def _too_small(self, budget_gib: float, shift: int) -> ConfigError:
+        # Rounded up, so that the number in the message is one that works.
+        least = math.ceil(1000 * (min(self.line) + shift) / GIB) / 1000
+        return ConfigError(
+            f"recompute.budget_gib = {budget_gib:g}, the least this model and batch can do with "
+            f"is {least:.3f}; raise it, or use smaller micro-batches"
+        )
+
+
+def _plan(
+    units: Sequence[Unit],
+    costs: ModelCosts,
+    first: Sequence[Choice],
+    walk: Sequence[Step],
+    line: Sequence[int],
+    shift: int,
+    budget_gib: float,
+) -> Plan:
+    chosen = _choices(first, walk)
+    rows = []
+    for unit, choice in zip(units, chosen, strict=True):
+        rows += _rows(unit, choice, costs)
+    return Plan(
+        actions=_actions(units, first, walk),
+        rows=tuple(rows),
+        budget_gib=budget_gib,
+        predicted_gib=(line[len(walk)] + shift) / GIB,
+        unconstrained_gib=(line[0] + shift) / GIB,
+        minimum_gib=(min(line) + shift) / GIB,
+        ms_paid=sum(row.ms_paid for row in rows),
+    )
+
+
+def _rows(unit: Unit, choice: Choice, costs: ModelCosts) -> list[Row]:
+    layer = costs.layers[unit.kind]
+    kept, ms = layer.keep.kept_bytes, layer.keep.ms
+    rows = []
+    for part, action in choice.actions:
+        cost = layer.actions.get((part, action))
+        if cost is None:
+            continue
+        saved, paid = layer.saved_bytes(cost), layer.paid_ms(cost)
+        kept, ms = kept - saved, ms + paid
+        rows.append(
+            Row(layer=unit.name, site=part, action=action, gib_saved=saved / GIB, ms_paid=paid)
+        )
+    for part, action in choice.actions:
+        if action == OFFLOAD:
+            saved, paid = kept - choice.cost.kept_bytes, choice.cost.ms - ms
+            rows.append(
+                Row(layer=unit.name, site=part, action=action, gib_saved=saved / GIB, ms_paid=paid)
+            )
+    return rows
+
+
+def _choices(first: Sequence[Choice], walk: Sequence[Step]) -> list[Choice]:
+    current = list(first)
+    for step in walk:
+        current[step.unit] = step.choice
+    return current
+
+
+def _actions(
+    units: Sequence[Unit], first: Sequence[Choice], walk: Sequence[Step]
+) -> dict[str, str]:
+    names = {unit.name: {site.part: site.name for site in unit.sites} for unit in units}
+    return {
+        names[unit.name][part]: action
+        for unit, choice in zip(units, _choices(first, walk), strict=True)
+        for part, action in choice.actions
+    }
+
+
+def _allow_variants(units: Sequence[Unit], actions: Mapping[str, str]) -> None:
+    # Layers of one model share a limit of compiled variants: two for each set of actions, in
+    # training and in evaluation, and as many for the first layer, which has no residual.
+    sets = {
+        (unit.kind, *(actions.get(site.name, site.actions[0]) for site in unit.sites))
+        for unit in units
+    }
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 8 + 4 * len(sets))
+
+
+def _runner(
+    model: nn.Module,
+    sample: Mapping[str, Any] | Sequence[Any],
+    loss: Callable[[Any], torch.Tensor],
+) -> Callable[[], torch.Tensor]:
+    if isinstance(sample, Mapping):
+        return lambda: loss(model(**sample))
+    return lambda: loss(model(*sample))
+
+
+def _loss(output: Any) -> torch.Tensor:
+    given = getattr(output, "loss", None)
+    if isinstance(given, torch.Tensor):
+        return given
+    parts = differentiable(output)
+    if not parts:
+        raise ConfigError(
+            "recompute: the model's output on the sample has nothing to differentiate; give "
+            "targets with the sample, or loss="
+        )
+    return torch.stack([part.float().sum() for part in parts]).sum()

@@ -1,0 +1,79 @@
+"""Measured costs on disk, one small JSON file for each device, versions and layer.
+
+In ``$SLIPSTREAM_CACHE/recompute``, else ``$XDG_CACHE_HOME/slipstream/recompute``, else below
+``~/.cache``. A file that cannot be read or written only costs a measurement.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import slipstream
+from slipstream.hw import describe
+from slipstream.recompute.cost import Cost, LayerCosts
+
+FORMAT = 1
+
+
+def key(device: torch.device, kind: str, shapes: str) -> str:
+    """Names the costs of a kind of layer on inputs of given shapes."""
+    versions = [_version(package) for package in ("torch", "triton")]
+    text = json.dumps([FORMAT, describe(device).name, *versions, _code(), kind, shapes])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def read(name: str) -> LayerCosts | None:
+    """Costs measured before, if there are any."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        values = json.loads((folder() / f"{name}.json").read_text(encoding="utf-8"))
+        offload = values["offload"]
+        return LayerCosts(
+            keep=Cost(**values["keep"]),
+            actions={(part, action): Cost(**cost) for part, action, cost in values["actions"]},
+            offload=None if offload is None else Cost(**offload),
+            offloaded_bytes=values["offloaded_bytes"],
+        )
+    return None
+
+
+def write(name: str, costs: LayerCosts) -> None:
+    """Keep ``costs`` for the next run."""
+    actions = [[*place, dataclasses.asdict(cost)] for place, cost in costs.actions.items()]
+    values = dataclasses.asdict(dataclasses.replace(costs, actions={})) | {"actions": actions}
+    with suppress(OSError):
+        folder().mkdir(parents=True, exist_ok=True)
+        part = folder() / f"{name}.{os.getpid()}.part"
+        part.write_text(json.dumps(values), encoding="utf-8")
+        part.replace(folder() / f"{name}.json")
+
+
+def folder() -> Path:
+    """Where costs are kept."""
+    given = os.environ.get("SLIPSTREAM_CACHE")
+    if given:
+        return Path(given) / "recompute"
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "slipstream" / "recompute"
+
+
+@functools.cache
+def _code() -> str:
+    # What is measured: a version number stays while a checkout changes.
+    root = Path(slipstream.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(p for part in ("nn", "ops") for p in (root / part).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
