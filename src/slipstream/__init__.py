@@ -14,9 +14,20 @@ _PUBLIC = {
     "Transformer": "slipstream.models.transformer",
     "load_model": "slipstream.train.restore",
     "ops": "slipstream.ops",
+    "optimize": "slipstream.integrations.hf_optimize",
+    "restore": "slipstream.integrations.hf_optimize",
 }
 
-__all__ = ["ModelConfig", "RunConfig", "Transformer", "__version__", "load_model", "ops"]
+__all__ = [
+    "ModelConfig",
+    "RunConfig",
+    "Transformer",
+    "__version__",
+    "load_model",
+    "ops",
+    "optimize",
+    "restore",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,81 @@
+"""A forward bound to one module instance, and what it takes to undo that.
+
+Classes stay as they are; parameters, buffers and names too: a replaced module carries two more
+plain attributes, its ``forward`` and a record of what was there before.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+KEY = "_slipstream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What a replaced module carries."""
+
+    kind: str
+    """``norm``, ``attention``, ``layer``, ...: the row of the report."""
+    forward: Callable[..., Any]
+    """Ours; takes the module first."""
+    stock: Callable[..., Any]
+    """The one before; takes the module first."""
+    own: bool
+    """Whether the one before was bound to this instance and not its class's."""
+    settings: Any
+    """What was read from the module when it was replaced."""
+
+
+def state_of(module: nn.Module) -> State | None:
+    """The record of a replaced module; None for any other."""
+    return module.__dict__.get(KEY)
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Whether somebody bound a forward to this instance."""
+    return "forward" in module.__dict__
+
+
+def bind(module: nn.Module, kind: str, forward: Callable[..., Any], settings: Any) -> None:
+    """Give this instance a forward, which takes the module first."""
+    own = own_forward(module)
+    stock = module.__dict__["forward"].__func__ if own else type(module).forward
+    state = State(kind=kind, forward=forward, stock=stock, own=own, settings=settings)
+    module.__dict__[KEY] = state
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def unbind(module: nn.Module) -> None:
+    """Put back what ``bind`` replaced; a wrapper put around ours since then stays."""
+    state = module.__dict__.pop(KEY)
+    bound = module.__dict__.get("forward")
+    if getattr(bound, "__func__", None) is not state.forward:
+        return
+    if state.own:
+        module.__dict__["forward"] = MethodType(state.stock, module)
+    else:
+        del module.__dict__["forward"]
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether a call of the module runs hooks, which a direct use of its weights would skip."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def settings_if_plain(module: nn.Module, kind: str) -> Any:
+    """The settings of a module that runs our forward and nothing else; None for any other."""
+    state = module.__dict__.get(KEY)
+    if state is None or state.kind != kind or hooked(module):
+        return None
+    if module.__dict__["forward"].__func__ is not state.forward:
+        return None
+    return state.settings
