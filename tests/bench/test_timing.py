@@ -24,6 +24,19 @@ def test_every_turn_runs_all_and_the_order_rotates() -> None:
     assert {name: timing.device_ms.n for name, timing in timings.items()} == dict.fromkeys("abc", 4)
 
 
+def test_what_goes_before_a_call_runs_each_time_and_is_not_timed() -> None:
+    order: list[str] = []
+    variants = {name: (lambda name=name: order.append(name)) for name in "ab"}
+
+    def before_b() -> None:
+        order.append("-")
+        time.sleep(0.02)
+
+    timings = interleaved(variants, CPU, warmup=1, repetitions=2, before={"b": before_b})
+    assert "".join(order) == "a-b" + "a-b" + "-ba"
+    assert timings["b"].host_ms.p90 < 20
+
+
 def test_a_call_is_timed_to_its_end() -> None:
     sleeps = {"short": 0.002, "long": 0.01}
     variants = {name: (lambda s=s: time.sleep(s)) for name, s in sleeps.items()}

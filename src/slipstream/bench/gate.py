@@ -40,8 +40,8 @@ def standard(plain: Callable[[torch.dtype], Results], dtype: torch.dtype) -> Sta
     return Standard(truth=plain(torch.float64), eager=plain(dtype))
 
 
-def judge(run: Callable[[], Results], against: Standard, dtype: torch.dtype) -> Verdict:
-    """Run twice and hold the first run to the budget."""
+def judge(run: Callable[[], Results], against: Standard, dtype: torch.dtype | None) -> Verdict:
+    """Run twice and hold the first run to the budget; ``dtype`` None: each tensor's own unit."""
     first, second = run(), run()
     bitwise = all(bitwise_equal(first[name], second[name]) for name in first)
     del second

@@ -7,7 +7,7 @@ device time is then free of launch gaps, and host time is kept apart. On a CPU b
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,18 +54,30 @@ class Timing:
 
 
 def interleaved(
-    variants: dict[str, Call], device: torch.device, *, warmup: int = 5, repetitions: int = 30
+    variants: dict[str, Call],
+    device: torch.device,
+    *,
+    warmup: int = 5,
+    repetitions: int = 30,
+    before: Mapping[str, Call] | None = None,
 ) -> dict[str, Timing]:
-    """Time every variant ``repetitions`` times after ``warmup`` untimed turns of all."""
+    """Time every variant ``repetitions`` times after ``warmup`` untimed turns of all.
+
+    ``before``: what runs untimed ahead of each turn of a variant, if anything.
+    """
     clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
-    names = list(variants)
+    names, prepare = list(variants), before or {}
     for _ in range(warmup):
         for name in names:
+            if name in prepare:
+                prepare[name]()
             clock.warm(name, variants[name])
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(repetitions):
         start = turn % len(names) if names else 0
         for name in names[start:] + names[:start]:
+            if name in prepare:
+                prepare[name]()
             samples[name].append(clock.time(name, variants[name]))
     return {
         name: Timing(

@@ -30,7 +30,7 @@ VERBS = {
     "import": ("import_model", "Convert a Hugging Face model folder to a Slipstream one."),
     "export": ("export_model", "Convert a run to a Hugging Face model folder."),
     "config": ("config", "Show the resolved config of a recipe, or the JSON schema."),
-    "bench": ("bench", "Measure the MoE layer beside its peers, with a correctness gate."),
+    "bench": ("bench", "Measure ops, the MoE layer and whole steps beside their peers."),
     "tune": ("tune", "Measure kernel configurations on this device and keep the fastest."),
     "verify": ("verify", "Hold every op on this machine to its fp64 truth."),
     "diagnose": ("diagnose", "Say where a profile's time goes and what to do."),

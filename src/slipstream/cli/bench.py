@@ -1,27 +1,27 @@
 """``slipstream bench``: measure an op beside its peers, and tables of what was measured."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
 
 from slipstream.bench.moe import MoeRequest, bench_moe
 from slipstream.bench.moe_balance import BalanceRequest, bench_balance
 from slipstream.bench.moe_peers import PEERS, select
 from slipstream.bench.moe_problem import SHAPES, parse_shape
-from slipstream.bench.moe_table import moe_tables
-from slipstream.bench.results import Row, append_row, read_rows
+from slipstream.bench.results import read_rows
+from slipstream.cli.bench_ops import ops
+from slipstream.cli.bench_options import device_of, dtype_of, keep_and_show, print_tables, say
+from slipstream.cli.bench_step import step
 from slipstream.errors import ConfigError
 
 app = typer.Typer(
-    add_completion=False, help="Measure the MoE layer beside its peers, with a correctness gate."
+    add_completion=False,
+    help="Measure ops, the MoE layer and whole steps beside their peers.",
 )
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+app.command()(ops)
+app.command()(step)
 DEFAULT_SHAPES = [name for name in SHAPES if not name.endswith("-short")]
-WIDTH = 170
 
 
 @app.command()
@@ -61,24 +61,19 @@ def moe(
     common: dict[str, Any] = {
         "shapes": [parse_shape(text) for text in shape or DEFAULT_SHAPES],
         "skews": skews,
-        "dtype": _dtype(dtype),
-        "device": _device(device),
+        "dtype": dtype_of(dtype),
+        "device": device_of(device),
         "warmup": warmup,
         "repetitions": repetitions,
     }
     if balance:
-        measured = bench_balance(BalanceRequest(**common), _say)
+        measured = bench_balance(BalanceRequest(**common), say)
     else:
         request = MoeRequest(
             **common, peers=select(peers), cold=cold, cold_limit_s=cold_limit, graph=graph
         )
-        measured = bench_moe(request, _say)
-    rows = []
-    for row in measured:
-        rows.append(row)
-        if out is not None:
-            append_row(out, row)
-    _print_tables(rows)
+        measured = bench_moe(request, say)
+    keep_and_show(measured, out)
 
 
 @app.command()
@@ -86,31 +81,4 @@ def table(
     files: Annotated[list[Path], typer.Argument(help="Files of raw rows (.jsonl).")],
 ) -> None:
     """Rebuild the tables from raw rows."""
-    _print_tables([row for file in files for row in read_rows(file)])
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _print_tables(rows: list[Row]) -> None:
-    console = Console(width=WIDTH)
-    # Printed by us: rich ends the process with 1 where the reader of a pipe has gone.
-    with console.capture() as text:
-        for found in moe_tables(rows):
-            console.print(found)
-    print(text.get(), end="", flush=True)
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ConfigError(f"--dtype {name}: expected {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def _device(name: str) -> torch.device:
-    if name not in ("auto", "cuda", "cpu"):
-        raise ConfigError(f"--device {name}: expected auto, cuda or cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: there is no CUDA device; use cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    print_tables([row for file in files for row in read_rows(file)])
