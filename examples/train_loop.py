@@ -21,7 +21,7 @@ for step in range(60):
     starts = torch.randint(0, len(text) - 65, (8,)).tolist()
     windows = torch.stack([text[start : start + 65] for start in starts])
     output = model(windows[:, :-1], windows[:, 1:])
-    loss = output.loss.nll / output.loss.tokens
+    loss = output.loss.objective / output.loss.tokens
     (loss + output.router_loss).backward()
     optimizer.step()
     optimizer.zero_grad()

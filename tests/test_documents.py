@@ -28,11 +28,33 @@ def test_the_readmes_python_runs(
     assert names["model"].config._experts_implementation == "slipstream"
 
 
+@pytest.mark.parametrize("name", ["recompute", "verify"])
+def test_the_python_of_documents_runs(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    names: dict[str, Any] = {}
+    for code in blocks:
+        exec(compile(code, f"{name}.md", "exec"), names)
+
+
 def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / "train_loop.py"), run_name="__main__")
     losses = [float(x) for x in re.findall(r"([\d.]+) nats per byte", capsys.readouterr().out)]
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 1
+
+
+def test_the_hugging_face_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "optimize_hf.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    losses = [float(x) for x in re.findall(r"([\d.]+) nats per byte", printed)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 1
+    optimized, restored = (
+        float(x) for x in re.findall(r"([\d.]+) (?:optimized|restored)", printed)
+    )
+    assert abs(optimized - restored) < 1.5e-4, "more than a unit of the last digit printed"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from slipstream.bench import step as bench
+from slipstream.bench import step_graph
 from slipstream.bench.ops_case import Missing
 from slipstream.bench.results import Row
 from slipstream.bench.step import StepRequest, bench_step
@@ -26,6 +28,7 @@ from slipstream.bench.step_park import Parking, tensors_in, who_leaves
 from slipstream.errors import ConfigError
 from slipstream.models.flops import train_flops_per_token
 from slipstream.parallel.flat import FlatAdamW
+from tests.train.recording import Tape
 
 CPU = torch.device("cpu")
 TINY = step_model("tiny", layers=1, batch=2, seq_len=16)
@@ -278,3 +281,30 @@ def test_arms_by_name() -> None:
     with pytest.raises(Missing, match=r"liger_kernel is not installed|need a CUDA device"):
         make_arm("stock-liger", setting)
     assert "slipstream-auto" in ARMS
+
+
+def test_the_graph_arm_trains_what_the_eager_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting(
+        model=TINY, device=CPU, seed=0, lr=1e-2, tokens_BL=random_tokens(TINY, 0, CPU)
+    )
+    with pytest.raises(Missing, match="needs a CUDA device"):
+        make_arm("slipstream-graph", setting)
+    plain, arm = make_arm("slipstream", setting), make_arm("slipstream", setting)
+    tape = Tape(arm.model)
+    monkeypatch.setattr(step_graph, "CudaRecorder", lambda device: tape)
+    arm.graph = step_graph.ModelGraph(arm.model, torch.device("cuda"))
+    # What would wait for the device.
+    masks = import_module("transformers.masking_utils")
+    asked = []
+    monkeypatch.setattr(masks, "find_packed_sequence_indices", asked.append)
+    losses: list[list[float]] = []
+    for trained in (plain, arm):
+        clock = Clock(CPU)
+        steps = [clock.step(trained, random_tokens(TINY, i, CPU)) for i in range(3)]
+        losses.append([float(loss) for loss in steps])
+    assert losses[0] == losses[1]
+    assert len(asked) == 3, "only the eager model asks"
+    for one, other in zip(plain.model.parameters(), arm.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    gradients = sum(param.nbytes for param in arm.model.parameters())
+    assert arm.parking().nbytes >= plain.parking().nbytes + gradients

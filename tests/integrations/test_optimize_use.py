@@ -1,4 +1,6 @@
+import copy
 import inspect
+import pickle
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -526,3 +528,32 @@ def test_frozen_weights_get_no_gradient():
     x = torch.randn(5, 10, requires_grad=True)
     joint_linear(x, linears).sum().backward()
     assert [linear.weight.grad is not None for linear in linears] == [False, True, False]
+
+
+@pytest.mark.parametrize("name", ["", ".input_layernorm", ".self_attn", ".mlp", ".mlp.gate"])
+def test_a_wrapper_around_any_part_outlives_restore(name: str) -> None:
+    # Device hooks of accelerate keep the forward they find.
+    model, ids_BL = model_of("qwen3_moe"), torch.arange(12).view(2, 6)
+    expected = loss_and_gradients(model, ids_BL)
+    slipstream.optimize(model)
+    module = model.get_submodule(f"model.layers.0{name}")
+    inner = module.forward
+    module.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    assert_all_close(loss_and_gradients(model, ids_BL), expected)
+    slipstream.restore(model)
+    for found, stock in zip(loss_and_gradients(model, ids_BL), expected, strict=True):
+        assert torch.equal(found, stock)
+
+
+@pytest.mark.parametrize("skip", [(), ("loss",)], ids=["all", "no-loss"])
+def test_an_optimized_model_is_copied_but_not_pickled(skip: tuple[str, ...]) -> None:
+    model, ids_BL = model_of("qwen3_moe"), torch.arange(12).view(2, 6)
+    slipstream.optimize(model, skip=skip)
+    expected = loss_and_gradients(model, ids_BL)
+    other = copy.deepcopy(model)
+    for found, ours in zip(loss_and_gradients(other, ids_BL), expected, strict=True):
+        assert torch.equal(found, ours)
+    with pytest.raises(ConfigError, match="is not pickled; save its state_dict"):
+        pickle.dumps(model)
+    slipstream.restore(model)
+    assert pickle.loads(pickle.dumps(model)).config.vocab_size == model.config.vocab_size

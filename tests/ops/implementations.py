@@ -1,6 +1,6 @@
 """Which implementations of an op can be tested here, and in which dtypes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -8,9 +8,13 @@ import torch
 
 from slipstream.ops import dispatch
 from slipstream.ops.triton_support import interpreting
+from tests.budget import Results
 
 EXAMPLES = 10 if interpreting() else 25
 """Of a hypothesis test; an interpreted kernel takes a second."""
+DRAWS = 1 if interpreting() else 16
+"""Of the inputs of a budget test; a GPU's libraries sum small products in parts, each its own way,
+and with one draw the largest error of a few numbers in fp32 is luck."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,6 +45,11 @@ def cases(
         for dtype in dtypes
         if not (name == "triton" and interpreting() and dtype not in interpreted)
     ]
+
+
+def draws(draw: Callable[[], Results]) -> list[Results]:
+    """``DRAWS`` random inputs, to be judged together."""
+    return [draw() for _ in range(DRAWS)]
 
 
 ONE = (torch.float16,)

@@ -344,6 +344,9 @@ def test_the_tuned_table_has_blocks_for_every_device():
         ({"kind": "swiglu", "up": torch.randn(3, 7)}, r"gate \(3, 8\) and up \(3, 7\)"),
         ({"kind": "swiglu", "x": torch.randn(3, 7)}, "even last dimension, got 7"),
         ({"kind": "gelu", "x": torch.tensor(1.0)}, "x is a scalar"),
+        ({"kind": "gelu", "x": None}, "x is None, expected a tensor"),
+        ({"kind": "gelu", "x": torch.ones(3, 8).long()}, "x has dtype torch.int64"),
+        ({"kind": "swiglu", "up": torch.ones(3, 8).cfloat()}, "up has dtype torch.complex64"),
     ],
 )
 def test_errors_name_the_argument(arguments, message):

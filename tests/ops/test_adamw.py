@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -260,10 +262,17 @@ def test_compiles():
         ({"grads": []}, "differ in number"),
         ({"masters": []}, "differ in number"),
         ({"params": [torch.ones(3).bfloat16()]}, "16-bit params need fp32 masters"),
+        ({"params": [torch.ones(3).long()]}, "param has dtype torch.int64"),
+        ({"exp_avgs": [torch.ones(3).bfloat16()]}, "exp_avg is torch.bfloat16 beside a param of"),
+        ({"steps": [torch.tensor(0)]}, "step is torch.int64 beside a param of torch.float32"),
+        ({"masters": [torch.ones(3).half()]}, "master is torch.float16"),
+        ({"options": replace(OPTIONS, lr=float("nan"))}, "options.lr = nan, expected a number of"),
+        ({"options": replace(OPTIONS, beta1=1.0)}, r"options.beta1 = 1.0, expected a number in"),
+        ({"options": replace(OPTIONS, eps=0.0)}, "options.eps = 0.0, expected a number above 0"),
     ],
 )
 def test_errors_name_the_argument(arguments, message):
     params = [torch.ones(3)]
     valid = {"params": params, "grads": [torch.ones(3)], **_state(params)}
     with pytest.raises(ShapeError, match=message):
-        adamw(**{**valid, **arguments}, options=OPTIONS)
+        adamw(**{**valid, "options": OPTIONS, **arguments})

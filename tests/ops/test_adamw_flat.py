@@ -243,6 +243,16 @@ def test_a_layout_is_cut_into_chunks_that_cover_every_element_once():
         assert all(start % ALIGN == 0 and count <= block for start, _, _, count in chunks.tolist())
 
 
+def test_tables_are_made_on_the_host_whatever_the_default_device_is():
+    cpu = torch.device("cpu")
+    tensors = [torch.ones(size, device=cpu) for size in SIZES]
+    with torch.device("meta"):
+        layout = Layout(LAYOUT.pieces, NUMEL)
+        chunks, addresses = layout.chunks(1024, cpu), layout.addresses(tensors)
+    assert torch.equal(chunks, LAYOUT.chunks(1024, cpu))
+    assert addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
+
+
 @pytest.mark.parametrize(
     ("dtype", "options", "message"),
     [

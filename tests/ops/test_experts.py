@@ -16,7 +16,7 @@ from slipstream.verify import routings
 from slipstream.verify.routings import eager_experts
 from tests.budget import Results, assert_budget, results
 from tests.ops.compiling import assert_compiles
-from tests.ops.implementations import DTYPES, EXAMPLES, ONE, cases, fast, forced, runnable
+from tests.ops.implementations import DTYPES, EXAMPLES, ONE, cases, draws, fast, forced, runnable
 from tests.ops.routings import LOADS, SHAPES, Shape, draw, routing_of, small_integers
 
 OP = "moe_experts"
@@ -107,7 +107,8 @@ def test_the_reference_writes_zeros_for_absent_slots():
 @pytest.mark.parametrize(("implementation", "dtype"), cases(OP))
 def test_every_shape_stays_in_budget(implementation, dtype, shape):
     routing = _sized("random", shape)
-    assert_budget(_run(implementation, routing), _stock(routing), draw(shape), dtype)
+    inputs = draws(lambda: draw(shape))
+    assert_budget(_run(implementation, routing), _stock(routing), inputs, dtype)
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), cases(OP, interpreted=ONE))
@@ -133,7 +134,8 @@ def test_calls_with_one_token_stay_in_budget(implementation, dtype):
 @pytest.mark.parametrize(("implementation", "dtype"), cases(OP, interpreted=ONE))
 def test_every_load_stays_in_budget(implementation, dtype, load):
     routing = _sized(load, Shape())
-    assert_budget(_run(implementation, routing), _stock(routing), draw(Shape()), dtype)
+    inputs = draws(lambda: draw(Shape()))
+    assert_budget(_run(implementation, routing), _stock(routing), inputs, dtype)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -141,7 +143,8 @@ def test_every_load_stays_in_budget(implementation, dtype, load):
 def test_every_activation_stays_in_budget(implementation, dtype, activation):
     routing = _sized("random", Shape())
     runs = (f(routing, activation=activation) for f in (partial(_run, implementation), _stock))
-    assert_budget(*runs, draw(Shape(), activation, bias=activation == "swiglu_clamped"), dtype)
+    bias = activation == "swiglu_clamped"
+    assert_budget(*runs, draws(lambda: draw(Shape(), activation, bias=bias)), dtype)
 
 
 @pytest.mark.parametrize("shape", [Shape(), Shape(D=31, F=17)], ids=str)
@@ -149,7 +152,8 @@ def test_every_activation_stays_in_budget(implementation, dtype, activation):
 @pytest.mark.parametrize(("implementation", "dtype"), cases(OP, interpreted=ONE))
 def test_every_variant_stays_in_budget(implementation, dtype, variant, shape):
     routing, options = _sized("absent", shape), dict(VARIANTS[variant])
-    inputs = draw(shape, options.get("activation", "swiglu"), bias=options.pop("bias", False))
+    activation, bias = options.get("activation", "swiglu"), options.pop("bias", False)
+    inputs = draws(lambda: draw(shape, activation, bias=bias))
     runs = (f(routing, **options) for f in (partial(_run, implementation), _stock))
     assert_budget(*runs, inputs, dtype)
 
@@ -277,18 +281,15 @@ def _views(dense: torch.Tensor, layout: str) -> torch.Tensor:
     "layout", ["transposed", "sliced", "strided", "offset", "reversed-experts"]
 )
 @pytest.mark.parametrize("which", ["x", "w13", "w2", "b13"])
-@pytest.mark.parametrize("implementation", fast(OP))
-def test_memory_layout_does_not_change_the_result(implementation, which, layout):
-    dense = draw(Shape(), bias=True)
-    strided = {**dense, which: _views(dense[which], layout)}
-    run = _run(implementation, _sized("random", Shape()))
-    found = []
-    for inputs in (dense, strided):
-        leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
-        y_ND = run(**leaves)
-        found.append([y_ND, *torch.autograd.grad(y_ND.sum(), list(leaves.values()))])
-    for actual, expected in zip(found[1], found[0], strict=True):
-        assert_close(actual, expected)
+@pytest.mark.parametrize(("implementation", "dtype"), cases(OP, DTYPES[::2], ONE))
+def test_any_memory_layout_stays_in_budget(implementation, dtype, which, layout):
+    # Not the same bits: a library may sum the products of another layout in another order.
+    def strided() -> Results:
+        dense = draw(Shape(), bias=True)
+        return {**dense, which: _views(dense[which].to(dtype), layout)}
+
+    routing = _sized("random", Shape())
+    assert_budget(_run(implementation, routing), _stock(routing), draws(strided), dtype)
 
 
 @pytest.mark.parametrize("implementation", fast(OP))

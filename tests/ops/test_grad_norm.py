@@ -75,5 +75,9 @@ def test_shapes_and_strides_do_not_matter_and_empty_is_zero(implementation):
 def test_errors():
     with pytest.raises(ShapeError, match="no gradients; give one tensor or more"):
         grad_norm([])
+    with pytest.raises(ShapeError, match="grads is a Tensor, expected a list of tensors"):
+        grad_norm(torch.ones(2))
+    with pytest.raises(ShapeError, match="a gradient is None, expected a tensor; leave it out"):
+        grad_norm([torch.ones(2), None])
     with pytest.raises(ShapeError, match=r"gradients are on .*meta.*; move them to one device"):
         grad_norm([torch.ones(2, device="cpu"), torch.ones(2, device="meta")])

@@ -11,7 +11,7 @@ from slipstream.ops import dispatch
 from slipstream.ops.moe import grouped_gemm
 from tests.budget import Results, assert_budget, results
 from tests.ops.compiling import assert_compiles
-from tests.ops.implementations import EXAMPLES, cases, fast, forced, runnable
+from tests.ops.implementations import EXAMPLES, cases, draws, fast, forced, runnable
 
 OP = "grouped_gemm"
 # Rows, first rows of each group, D, P.
@@ -53,7 +53,8 @@ def _stock(edges: list[int]):
 @pytest.mark.parametrize(("implementation", "dtype"), cases(OP))
 def test_stays_in_budget(implementation, dtype, groups):
     edges = GROUPS[groups][1]
-    assert_budget(_run(implementation, edges), _stock(edges), _inputs(groups), dtype)
+    inputs = draws(lambda: _inputs(groups))
+    assert_budget(_run(implementation, edges), _stock(edges), inputs, dtype)
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -210,7 +211,7 @@ def test_errors_name_the_argument(arguments, message):
 
 @pytest.mark.parametrize("offsets", [[0, 3, 99], [0, 7, 6], [-1, 3, 6], [2, 3, 6]])
 def test_offsets_outside_the_rows_are_refused(offsets):
-    with pytest.raises(
-        ConfigError, match=r"offsets = \[.*\], expected ascending row numbers from 0"
-    ):
+    # On a GPU their values are looked at only where the user asks for it.
+    message = r"offsets = \[.*\], expected ascending row numbers from 0"
+    with torch.device("cpu"), pytest.raises(ConfigError, match=message):
         grouped_gemm(torch.randn(6, 8), torch.randn(2, 4, 8), torch.tensor(offsets))

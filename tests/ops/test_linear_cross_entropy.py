@@ -137,12 +137,16 @@ def test_calls_with_one_token_stay_in_budget(implementation, dtype):
     # Many calls are pooled: the error of a single number is luck.
     targets_T = _targets(T)
 
-    def one_by_one(x, w):
-        calls = [token_losses(x[t : t + 1], w, targets_T[t : t + 1]) for t in range(T)]
-        return tuple(torch.cat(parts) for parts in zip(*calls, strict=True))
+    def one_by_one(loss):
+        # Both: where gradients of w meet, each call's has been rounded, and every sum is.
+        def run(x, w):
+            calls = [loss(x[t : t + 1], w, targets_T[t : t + 1]) for t in range(T)]
+            return tuple(torch.cat(parts) for parts in zip(*calls, strict=True))
+
+        return run
 
     with forced(OP, implementation):
-        assert_budget(one_by_one, lambda x, w: _stock(x, w, targets_T), _inputs(T), dtype)
+        assert_budget(one_by_one(token_losses), one_by_one(_stock), _inputs(T), dtype)
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), cases(OP, interpreted=ONE))
@@ -541,6 +545,12 @@ def test_without_gradients_less_memory_does():
         ({"targets_T": torch.arange(4)}, r"targets has shape \(4,\), expected \(3\)"),
         ({"targets_T": torch.arange(3).int()}, "targets are torch.int32, expected int64"),
         ({"softcap": 0.0}, "softcap = 0.0"),
+        ({"softcap": float("nan")}, "softcap = nan, expected a positive number or None"),
+        ({"softcap": float("inf")}, "softcap = inf"),
+        ({"z_loss": -1.0}, "z_loss = -1.0, expected a number of at least 0"),
+        ({"z_loss": float("nan")}, "z_loss = nan"),
+        ({"x_TD": torch.ones(3, 8).long()}, "x has dtype torch.int64"),
+        ({"w_VD": torch.randn(0, 8)}, r"w has shape \(0, 8\), expected one row or more"),
         ({"label_smoothing": 1.0}, "label_smoothing = 1.0"),
         ({"reduction": "max"}, "reduction = 'max'"),
         ({"w_VD": torch.randn(5, 8, device="meta")}, "w on meta"),
@@ -551,6 +561,11 @@ def test_without_gradients_less_memory_does():
 )
 def test_errors_name_the_argument(arguments, message):
     valid = {"x_TD": torch.randn(3, 8), "w_VD": torch.randn(5, 8), "targets_T": torch.arange(3)}
+    # It was made before the test chose its device.
+    arguments = {
+        name: value.to(valid["x_TD"].device) if name == "accumulate" else value
+        for name, value in arguments.items()
+    }
     with pytest.raises(ShapeError, match=message):
         linear_cross_entropy(**{**valid, **arguments})
 

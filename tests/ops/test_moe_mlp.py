@@ -1,4 +1,5 @@
 import inspect
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -16,7 +17,7 @@ from slipstream.ops.moe import Routing, combine, experts, moe_mlp, route
 from slipstream.verify.routings import eager_combine, eager_experts
 from tests.budget import Results, assert_budget, results
 from tests.ops.compiling import assert_compiles
-from tests.ops.implementations import DTYPES, EXAMPLES, ONE, cases, fast, forced, runnable
+from tests.ops.implementations import DTYPES, EXAMPLES, ONE, cases, draws, fast, forced, runnable
 from tests.ops.routings import LOADS, SHAPES, Shape, draw, routing_of, small_integers
 
 OP = "moe_mlp"
@@ -50,11 +51,11 @@ def _draw(
     return inputs | {name: torch.randn(shape.T, shape.D) for name in extras}
 
 
-def _variant(variant: str, shape: Shape) -> tuple[Results, dict]:
-    """Inputs and options."""
+def _variant(variant: str, shape: Shape) -> tuple[Callable[[], Results], dict]:
+    """What draws the inputs, and options."""
     options = dict(VARIANTS[variant])
     drawn = {name: options.pop(name) for name in ("bias", "extras") if name in options}
-    return _draw(shape, options.get("activation", "swiglu"), **drawn), options
+    return partial(_draw, shape, options.get("activation", "swiglu"), **drawn), options
 
 
 def _run(name: str, routing: Routing, **options):
@@ -86,13 +87,14 @@ def _runs(implementation: str, routing: Routing, **options) -> tuple:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("implementation", "dtype"), cases(OP))
 def test_every_shape_stays_in_budget(implementation, dtype, shape):
-    assert_budget(*_runs(implementation, _sized("random", shape)), _draw(shape), dtype)
+    inputs = draws(lambda: _draw(shape))
+    assert_budget(*_runs(implementation, _sized("random", shape)), inputs, dtype)
 
 
 @pytest.mark.parametrize("load", LOADS[1:])
 @pytest.mark.parametrize(("implementation", "dtype"), cases(OP, interpreted=ONE))
 def test_every_load_stays_in_budget(implementation, dtype, load):
-    inputs = _draw(Shape(), bias=True)
+    inputs = draws(lambda: _draw(Shape(), bias=True))
     assert_budget(*_runs(implementation, _sized(load, Shape())), inputs, dtype)
 
 
@@ -100,8 +102,9 @@ def test_every_load_stays_in_budget(implementation, dtype, load):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("implementation", "dtype"), cases(OP, interpreted=ONE))
 def test_every_variant_stays_in_budget(implementation, dtype, variant, shape):
-    inputs, options = _variant(variant, shape)
-    assert_budget(*_runs(implementation, _sized("random", shape), **options), inputs, dtype)
+    draw_inputs, options = _variant(variant, shape)
+    runs = _runs(implementation, _sized("random", shape), **options)
+    assert_budget(*runs, draws(draw_inputs), dtype)
 
 
 @pytest.mark.parametrize("implementation", fast(OP))
@@ -240,7 +243,7 @@ def test_two_runs_are_bitwise_equal(implementation, dtype):
 @pytest.mark.parametrize("implementation", fast(OP))
 def test_compiles(implementation, variant):
     shape = Shape(T=9, D=13, F=8)
-    routing, (inputs, options) = _sized("absent", shape), _variant(variant, shape)
+    routing, (draw_inputs, options) = _sized("absent", shape), _variant(variant, shape)
 
     def run(x, w13, w2, weight, b13=None, b2=None, residual=None, shared=None):
         changed = routing._replace(weight_TK=weight)
@@ -248,7 +251,7 @@ def test_compiles(implementation, variant):
         return moe_mlp(x, w13, w2, changed, b13_EP=b13, b2_ED=b2, **extras, **options)
 
     with forced(OP, implementation):
-        assert_compiles(run, inputs, truth=_stock(routing, **options))
+        assert_compiles(run, draw_inputs(), truth=_stock(routing, **options))
 
 
 def _layer_inputs(tokens: int) -> Results:

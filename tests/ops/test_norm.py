@@ -15,7 +15,7 @@ from slipstream.ops.norm.tuned import Tile
 from slipstream.verify.budget import bitwise_equal, results
 from tests.budget import assert_budget
 from tests.ops.compiling import assert_compiles
-from tests.ops.implementations import ONE, cases, forced, runnable
+from tests.ops.implementations import ONE, cases, draws, forced, runnable
 
 KINDS = ["rms", "layer"]
 EPS = 1e-6
@@ -68,11 +68,10 @@ def test_matches_torch_in_fp64(kind, cast, activation):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_is_as_accurate_as_torch(kind, dtype, shape):
-    inputs = _inputs(*shape, bias=kind == "layer")
     assert_budget(
         lambda **t: norm(**t, kind=kind, cast="fp32"),
         lambda **t: _stock(**t, kind=kind),
-        inputs,
+        draws(lambda: _inputs(*shape, bias=kind == "layer")),
         dtype,
     )
 
@@ -90,7 +89,7 @@ def test_is_as_accurate_as_the_reference(name, dtype, kind, cast, activation):
 
         return of
 
-    assert_budget(run(name), run("reference"), _inputs(65, 130), dtype)
+    assert_budget(run(name), run("reference"), draws(lambda: _inputs(65, 130)), dtype)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -102,7 +101,7 @@ def test_with_and_without_bias_and_residual(name, dtype, activation, residual, b
         with forced("norm", name):
             return norm(**tensors, cast="fp32", activation=activation)
 
-    inputs = _inputs(19, 40, bias=bias, residual=residual)
+    inputs = draws(lambda: _inputs(19, 40, bias=bias, residual=residual))
     assert_budget(run, lambda **t: _stock(**t, activation=activation), inputs, dtype)
 
 
@@ -115,7 +114,7 @@ def test_widths(name, dtype, kind, width):
             # The rounding of LayerNorm over one column is all there is to it.
             return norm(**tensors, kind=kind, cast="fp32")
 
-    inputs = _inputs(33, width, bias=kind == "layer")
+    inputs = draws(lambda: _inputs(33, width, bias=kind == "layer"))
     assert_budget(run, lambda **t: _stock(**t, kind=kind), inputs, dtype)
 
 
@@ -409,7 +408,7 @@ def test_autocast_does_not_apply():
     inputs = _inputs(5, 16)
     with forced("norm", "triton"):
         expected = norm(**inputs)
-        with torch.autocast("cpu"):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             actual = norm(**inputs)
     assert all(bitwise_equal(*pair) for pair in zip(actual, expected, strict=True))
 
@@ -453,6 +452,10 @@ def test_every_width_has_a_tile_that_fits(capability, direction):
         ({"bias_D": torch.ones(9)}, r"bias has shape \(9,\)"),
         ({"residual": torch.ones(1, 8)}, r"residual \(1, 8\)"),
         ({"x": torch.tensor(1.0)}, "x is a scalar"),
+        ({"x": None}, "x is None, expected a tensor"),
+        ({"x": torch.ones(3, 8).long()}, "x has dtype torch.int64, expected float64, .*; cast it"),
+        ({"weight_D": torch.ones(8).cfloat()}, "weight has dtype torch.complex64"),
+        ({"eps": float("nan")}, "eps = nan, expected a number of at least 0"),
         ({"kind": "batch"}, "kind = 'batch', expected one of rms, layer"),
         ({"cast": "bf16"}, "cast = 'bf16'"),
         ({"activation": "tanh"}, "activation = 'tanh'"),

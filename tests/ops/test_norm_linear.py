@@ -10,7 +10,7 @@ from slipstream.ops import norm, norm_linear
 from slipstream.verify.budget import bitwise_equal, results
 from tests.budget import assert_budget
 from tests.ops.compiling import assert_compiles
-from tests.ops.implementations import ONE, cases, forced, runnable
+from tests.ops.implementations import ONE, cases, draws, forced, runnable
 
 IMPLEMENTATIONS = runnable("norm_linear")
 GELU = {"kind": "layer", "cast": "fp32", "activation": "gelu"}
@@ -46,6 +46,10 @@ def _run(name: str, **options: Any):
     return run
 
 
+def _autocast() -> torch.autocast:
+    return torch.autocast(torch.get_default_device().type, torch.bfloat16)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("activation", [None, "gelu"])
@@ -53,7 +57,7 @@ def _run(name: str, **options: Any):
 @pytest.mark.usefixtures("poisoned")
 def test_is_as_accurate_as_torch(name, dtype, activation, residual, bias):
     options = {**GELU, "activation": activation}
-    inputs = _inputs(2, 17, 40, bias=bias, residual=residual)
+    inputs = draws(lambda: _inputs(2, 17, 40, bias=bias, residual=residual))
     assert_budget(_run(name, **options), lambda **t: _eager(**t, **options), inputs, dtype)
 
 
@@ -139,7 +143,7 @@ def test_autocast_chooses_the_dtype_of_the_product(name, options):
 
     found = []
     for run in (_run(name, **options), composed):
-        with torch.autocast("cpu"):
+        with _autocast():
             found.append(results(run, inputs, torch.float32))
     actual, expected = found
     assert actual["output 0"].dtype == torch.bfloat16
@@ -206,7 +210,7 @@ def test_compiles_under_autocast():
     torch._dynamo.reset()
     compiled = torch.compile(norm_linear, fullgraph=True, backend="aot_eager")
     for run in (norm_linear, compiled):
-        with forced("norm_linear", "triton"), torch.autocast("cpu"):
+        with forced("norm_linear", "triton"), _autocast():
             found.append(results(run, inputs, torch.float32))
     assert_close(*found)
 

@@ -279,6 +279,8 @@ def test_qk_norm_rope_compiles(implementation):
         ({"k_weight_C": torch.randn(7)}, r"k_weight has shape \(7,\), expected \(8\)"),
         ({"cast": "gemma"}, "cast = 'gemma', expected one of llama, fp32"),
         ({"eps": -1.0}, "eps = -1.0, expected a number of at least 0"),
+        ({"qkv_BLP": torch.ones(2, 5, 56).long()}, "qkv has dtype torch.int64"),
+        ({"q_weight_C": torch.ones(8).int()}, "q_weight has dtype torch.int32"),
     ],
 )
 def test_errors_of_qkv_rope_name_the_argument(arguments, message):

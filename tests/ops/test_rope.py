@@ -263,6 +263,8 @@ def test_compiles():
         ({"cos_LC": torch.randn(4)}, r"cos has shape \(4,\)"),
         ({"sin_LC": torch.randn(5, 3)}, r"sin has shape \(5, 3\), expected \(5, 4\)"),
         ({"cos_LC": torch.randn(5, 5), "sin_LC": torch.randn(5, 5)}, "turn 10 features"),
+        ({"q_BLHC": torch.ones(2, 5, 2, 8).long()}, "q has dtype torch.int64"),
+        ({"sin_LC": torch.ones(5, 4).int()}, "sin has dtype torch.int32"),
     ],
 )
 def test_errors_name_the_argument(arguments, message):

@@ -15,6 +15,7 @@ from slipstream.ops.moe.route import launch
 from slipstream.ops.triton_support import refusal
 from tests.budget import assert_budget
 from tests.ops.compiling import assert_compiles
+from tests.ops.implementations import draws
 
 DECISIONS = ("expert_TK", "offsets_E1", "order_N", "position_N", "demand_E", "rerouted")
 
@@ -102,9 +103,10 @@ def _case(name: str):
 
 @pytest.mark.parametrize("name", CASES)
 def test_like_the_reference(name):
-    tensors, options = _case(name)
+    (tensors, options), seen = _case(name), []
     fields = [0, 2] if options["aux"] == "none" else [0, 1, 2]
-    seen = []
+    # Losses are single numbers.
+    inputs = [tensors, *draws(lambda: {"logits_TE": torch.randn_like(tensors["logits_TE"])})[1:]]
 
     def run(**tensors):
         seen.append(route(**tensors, **options))
@@ -113,11 +115,12 @@ def test_like_the_reference(name):
     assert_budget(
         run,
         lambda **tensors: tuple(_floats(_reference(**tensors, **options))[i] for i in fields),
-        tensors,
+        inputs,
         torch.float32,
     )
-    _assert_same_decisions(seen[0], _reference(**tensors, **options))
-    _assert_schedule(seen[0])
+    for drawn, routing in zip(inputs, seen, strict=True):
+        _assert_same_decisions(routing, _reference(**drawn, **options))
+        _assert_schedule(routing)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -130,19 +133,20 @@ def test_narrow_logits(dtype):
     assert_budget(
         lambda logits_TE: _floats(route(logits_TE, **options)),
         lambda logits_TE: _floats(_reference(logits_TE, **options)),
-        {"logits_TE": logits_TE},
+        draws(lambda: {"logits_TE": torch.randn(63, 8)}),
         dtype,
     )
 
 
 @pytest.mark.parametrize("given", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_gradients_of_some_outputs_alone(given):
-    logits_TE, options = torch.randn(21, 6), {"top_k": 2, "aux": "batch", "normalize": True}
+    options = {"top_k": 2, "aux": "batch", "normalize": True}
+    inputs = draws(lambda: {"logits_TE": torch.randn(21, 6)})
 
     def some(run):
         return lambda logits_TE: tuple(_floats(run(logits_TE, **options))[i] for i in given)
 
-    assert_budget(some(route), some(_reference), {"logits_TE": logits_TE}, torch.float32)
+    assert_budget(some(route), some(_reference), inputs, torch.float32)
 
 
 @settings(

@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -289,6 +290,11 @@ def test_states_of_another_model_are_refused() -> None:
     ("options", "message"),
     [
         ({"lr": -1.0}, "lr = -1.0, expected 0 or more"),
+        ({"lr": None}, "lr = None, expected 0 or more"),
+        ({"lr": float("inf")}, "lr = inf, expected 0 or more"),
+        ({"betas": 0.9}, "betas = 0.9, expected two numbers in "),
+        ({"betas": (0.9, 0.9, 0.9)}, "betas = .*, expected two numbers in "),
+        ({"max_norm": "1"}, "max_norm = 1, expected more than 0, or None"),
         ({"betas": (0.9, 1.0)}, "betas = "),
         ({"eps": 0.0}, "eps = 0.0, expected more than 0"),
         ({"weight_decay": -0.1}, "weight_decay = -0.1"),
@@ -301,6 +307,91 @@ def test_states_of_another_model_are_refused() -> None:
 def test_errors_name_the_argument(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FlatAdamW(make_model(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr = -1.0, expected 0 or more"),
+        ({"betas": (1.0, 0.9)}, "betas = .*, expected two numbers"),
+        ({"weight_decay": float("nan")}, "weight_decay = nan, expected 0 or more"),
+    ],
+)
+def test_errors_name_the_argument_of_a_group(options: dict[str, Any], message: str) -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match=message):
+        FlatAdamW([{"params": list(model.parameters()), **options}])
+    optimizer = FlatAdamW(model[0])
+    with pytest.raises(ConfigError, match=message):
+        optimizer.add_param_group({"params": list(model[3].parameters()), **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_flat_gradients_refuse_to_move_what_is_frozen_later() -> None:
+    weights = []
+    for gradients in ("separate", "flat"):
+        model = make_model()
+        optimizer = FlatAdamW(model, lr=1e-2, gradients=gradients)
+        train(model, optimizer, range(2))
+        model[0].requires_grad_(requires_grad=False)
+        weights.append(model[0].weight.detach().clone())
+        backward(model, 2)
+        if gradients == "separate":
+            optimizer.step()
+        else:
+            with pytest.raises(TrainingError, match=r"shape \(17, 13\) was frozen after the opt"):
+                optimizer.step()
+        assert torch.equal(model[0].weight, weights[-1])
+
+
+def test_backward_through_a_step_is_an_error() -> None:
+    # As with torch.optim: without it the gradients would silently be of other weights.
+    model = make_model()
+    optimizer = FlatAdamW(model)
+    loss = model(torch.ones(2, 13)).square().sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied_without_its_buckets(copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(ConfigError, match="is not pickled or copied; save its state_dict"):
+        copied(FlatAdamW(make_model()))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = nn.Embedding(7, 4, sparse=True)
+    optimizer = FlatAdamW(embedding)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TrainingError, match=r"sparse gradient; make its nn\.Embedding with"):
+        optimizer.step()
+
+
+def test_states_of_other_optimizers_are_refused_and_change_nothing() -> None:
+    model = make_model()
+    optimizer = FlatAdamW(model, lr=1e-2)
+    train(model, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    lacking = copy.deepcopy(before)
+    lacking["param_groups"][0]["lr"] = 7.0
+    del lacking["state"][4]["exp_avg_sq"]
+    other = copy.deepcopy(before)
+    other["param_groups"][0]["amsgrad"] = True
+    wrong: list[tuple[Any, str]] = [
+        (None, "is a NoneType without state and param_groups"),
+        ({}, "is a dict without state and param_groups"),
+        (lacking, r"exp_avg_sq is missing for a parameter of shape \(5, 17\)"),
+        (other, "of an optimizer with amsgrad"),
+    ]
+    for state, message in wrong:
+        with pytest.raises(CheckpointError, match=message):
+            optimizer.load_state_dict(state)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for key, state in before["state"].items():
+        assert all(torch.equal(value, after["state"][key][name]) for name, value in state.items())
 
 
 def test_expert_weights_lie_side_by_side_where_asked_for() -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -233,3 +234,61 @@ def test_the_table_sums_layers_that_do_the_same() -> None:
     assert "4: layers.0 to layers.3  attention   rope" in "\n".join(rows)
     assert rows[0].split()[-2:] == ["3.000", "0.400"]
     assert last.startswith(f"predicted peak {plan.predicted_gib:.2f} GiB of 22, for ")
+
+
+@pytest.mark.parametrize(
+    ("budget_gib", "extra_gib", "field"),
+    [
+        (None, 0.0, "budget_gib = None"),
+        ("60", 0.0, "budget_gib = '60'"),
+        (-1.0, 0.0, "budget_gib = -1.0"),
+        (float("nan"), 0.0, "budget_gib = nan"),
+        (1.0, -2.0, "extra_gib = -2.0"),
+        (1.0, float("inf"), "extra_gib = inf"),
+    ],
+)
+def test_amounts_that_make_no_sense_are_named(budget_gib: Any, extra_gib: Any, field: str) -> None:
+    model = build("dense")
+    with pytest.raises(ConfigError, match=f"recompute.{field}, expected a "):
+        recompute.plan(model, sample(), budget_gib, extra_gib=extra_gib)
+
+
+@pytest.mark.parametrize("wrong", [None, torch.ones(2, 3), "ids"], ids=["none", "tensor", "text"])
+def test_a_sample_is_a_set_of_arguments(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"sample is a \w+, expected the arguments of one"):
+        recompute.plan(build("dense"), wrong, 1.0)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [lambda _: 3.0, lambda _: torch.ones(2, requires_grad=True), lambda _: torch.ones(())],
+    ids=["number", "vector", "detached"],
+)
+def test_a_loss_is_a_scalar_with_a_gradient(loss: Any) -> None:
+    model = build("dense")
+    with pytest.raises(ConfigError, match=r"the loss on the sample is .*, expected one number"):
+        recompute.plan(model, sample(), 1.0, loss=loss)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_plan_that_does_not_fit_changes_nothing() -> None:
+    model = build("dense")
+    wrong = {"layers.0.attention": "rope", "layers.1.attention": "most"}
+    with pytest.raises(ConfigError, match=r"layers\.1\.attention cannot 'most'"):
+        recompute.apply(model, recompute.Plan(actions=wrong))
+    assert model.get_submodule("layers.0.attention").recompute == "keep"
+
+
+@pytest.mark.parametrize("frozen", [("embed", "layers.0"), ("embed", "layers")])
+def test_frozen_layers_are_planned_for(frozen: tuple[str, ...], cache: Path) -> None:
+    model = build("dense", num_layers=3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    plan = recompute.plan(model, sample(), 100.0)
+    assert set(plan.actions.values()) == {"keep"}
+    # Below the first trained weight nothing is kept, so nothing can be given up there.
+    assert plan.minimum_gib is not None
+    least = recompute.plan(model, sample(), plan.minimum_gib)
+    assert "layers.0" not in {row.layer for row in least.rows}
+    trained = len(frozen[1]) > len("layers")
+    assert bool(least.rows) == trained

@@ -185,13 +185,14 @@ class _Session:
         if self.request.device.type != "cuda":
             return
         total = torch.cuda.get_device_properties(self.request.device).total_memory
+        idle = sum(e.arm.idle_bytes for e in self.running() if e.arm is not None)
         parkings = {e.name: e.parking for e in self.entries if e.parking is not None}
         # A new arm is taken to need what the hungriest one so far did.
         peaks = [e.peak_bytes for e in self.entries]
         own = entry.parking.nbytes if entry.parking is not None else 0
         working = (entry.peak_bytes or max(peaks)) - own
         for name in who_leaves(
-            entry.name, parkings, working_bytes=working, total_bytes=int(USABLE * total)
+            entry.name, parkings, working_bytes=working, total_bytes=int(USABLE * total) - idle
         ):
             self.say(f"  {name} waits on the host")
             parkings[name].leave()
@@ -242,7 +243,7 @@ class _Session:
         assert entry.arm is not None
         assert entry.parking is not None
         row: Row = {
-            "peak_gib": round(entry.peak_bytes / 2**30, 2),
+            "peak_gib": round((entry.peak_bytes + entry.arm.idle_bytes) / 2**30, 2),
             "kept_gib": round(entry.parking.nbytes / 2**30, 2),
             "parked_turns": entry.parking.turns,
             **entry.arm.notes,

@@ -3,8 +3,8 @@
 ``stock``: ``torch.grouped_mm`` experts, every layer compiled, PyTorch's fused AdamW; ``-cudnn``:
 cuDNN's attention; ``-liger``: Liger's fused linear cross entropy. ``slipstream-cache``:
 ``slipstream.optimize`` but for the MoE layer, which stays that of stock, compiled; FlatAdamW.
-``slipstream``: all of it; ``-compiled``: every layer compiled; ``-auto``: with recomputation
-planned for a share of the unconstrained peak.
+``slipstream``: all of it; ``-compiled``: every layer compiled; ``-graph``: forward and backward as
+a CUDA graph; ``-auto``: with recomputation planned for a share of the unconstrained peak.
 """
 
 from collections import Counter
@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import slipstream
 from slipstream.bench.ops_case import Missing
+from slipstream.bench.step_graph import ModelGraph
 from slipstream.bench.step_model import StepModel, build
 from slipstream.bench.step_park import Parking, tensors_in
 from slipstream.errors import ConfigError
@@ -30,7 +31,7 @@ from slipstream.recompute import apply, plan
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
 MOE = ("experts", "router", "moe")
 """Kinds of modules, as ``slipstream.optimize`` names them, that make up the MoE layer."""
-RECOMPILES, GIB = 64, 2**30
+RECOMPILES, GIB, GRAPH = 64, 2**30, "slipstream-graph"
 AUTO_SHARE = 0.6
 """Of the peak without recomputation: the budget of ``slipstream-auto``."""
 
@@ -48,19 +49,35 @@ class Arm:
     """Whether its memory may come back elsewhere; flat buckets know their addresses."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What the row says about how it was made."""
+    graph: ModelGraph | None = None
+    """Forward and backward in one, if recorded."""
 
     def loss(self, tokens_BL: torch.Tensor) -> torch.Tensor:
         """Mean next-token loss of a batch."""
+        if self.graph is not None:
+            return self.graph.loss(tokens_BL)
         return self.model(input_ids=tokens_BL, labels=tokens_BL).loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of ``loss``, unless they came with it."""
+        if self.graph is None:
+            loss.backward()
 
     def update(self) -> None:
         """Optimizer step, and no gradients left."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    @property
+    def idle_bytes(self) -> int:
+        """Memory of a graph that no tensor holds between steps."""
+        return 0 if self.graph is None else self.graph.recorder.idle_bytes()
+
     def parking(self) -> Parking:
         """Its memory between steps."""
         own = [*self.model.parameters(), *self.model.buffers()]
+        if self.graph is not None:
+            own += self.graph.passes.gradients
         return Parking([*own, *tensors_in(self.optimizer)], movable=self.movable)
 
 
@@ -132,7 +149,16 @@ def _ours(name: str, model: nn.Module, setting: Setting) -> Arm:
     notes: dict[str, Any] = {"optimized": dict(optimized)}
     if setting.budget_bytes is not None:
         notes |= _plan(model, setting, setting.budget_bytes)
-    return Arm(name=name, model=model, optimizer=optimizer, movable=False, notes=notes)
+    graph = ModelGraph(model, setting.device) if name == GRAPH else None
+    return Arm(
+        name=name,
+        model=model,
+        optimizer=optimizer,
+        attention=nullcontext if graph is None else graph.attention,
+        movable=False,
+        notes=notes,
+        graph=graph,
+    )
 
 
 def _layers(model: nn.Module) -> list[Any]:
@@ -178,7 +204,7 @@ def _cudnn() -> AbstractContextManager[Any]:
 ARMS = (
     "stock", "stock-cudnn", "stock-liger", "stock-cudnn-liger",
     "slipstream-cache", "slipstream-cache-compiled",
-    "slipstream", "slipstream-compiled", "slipstream-auto",
+    "slipstream", "slipstream-compiled", GRAPH, "slipstream-auto",
 )  # fmt: skip
 
 

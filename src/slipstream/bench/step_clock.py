@@ -30,6 +30,10 @@ class Trained(Protocol):
         """Forward."""
         ...
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward."""
+        ...
+
     def update(self) -> None:
         """Optimizer step."""
         ...
@@ -54,7 +58,7 @@ class Clock:
         with trained.attention():
             loss = trained.loss(tokens_BL)
             marks.append(self._mark())
-            loss.backward()
+            trained.backward(loss)
         marks.append(self._mark())
         trained.update()
         marks.append(self._mark())

@@ -109,7 +109,7 @@ def _train(request: CurveRequest, name: str, seed: int, data: torch.Tensor) -> l
     for tokens_BL in data:
         with arm.attention():
             loss = arm.loss(tokens_BL.to(request.device, non_blocking=True))
-            loss.backward()
+            arm.backward(loss)
         arm.update()
         losses.append(loss.detach())
     return torch.stack(losses).double().tolist()

@@ -4,6 +4,7 @@ Global samples are numbered once for all ranks: a step takes ``samples_per_step`
 takes the r-th block. The whole state of a loader is the number of its next sample.
 """
 
+import functools
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -172,11 +173,11 @@ def _batch_at(
 ) -> Batch:
     _require_documents(shards, mask_documents)
     shape = (len(starts), seq_len)
-    tokens_BL = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
-    targets_BL = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
+    empty = functools.partial(torch.empty, shape, device="cpu", pin_memory=pin_memory)
+    tokens_BL, targets_BL = empty(dtype=torch.int64), empty(dtype=torch.int64)
     document_BL = None
     if mask_documents:
-        document_BL = torch.empty(shape, dtype=torch.int32, pin_memory=pin_memory)
+        document_BL = empty(dtype=torch.int32)
     for row, start in enumerate(starts):
         window = shards.read(start, seq_len + 1)
         tokens_BL.numpy()[row] = window[:-1]

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slipstream import ops
 from slipstream.integrations.hf_optimize_linear import can_join, joint_linear
-from slipstream.integrations.hf_optimize_state import KEY, settings_if_plain
+from slipstream.integrations.hf_optimize_state import KEY, ours, settings_if_plain
 from slipstream.nn.attention import backend_order
 from slipstream.nn.saved import recomputed
 
@@ -46,6 +46,7 @@ class AttentionSettings(NamedTuple):
         return self.qk_norm != "full" and not self.clip
 
 
+@ours
 def attention_forward(
     self: Any,
     hidden_states: torch.Tensor,

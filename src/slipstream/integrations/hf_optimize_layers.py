@@ -22,7 +22,7 @@ from slipstream.integrations.hf_optimize_probe import (
     NormSettings,
     RouterSettings,
 )
-from slipstream.integrations.hf_optimize_state import KEY, settings_if_plain, state_of
+from slipstream.integrations.hf_optimize_state import KEY, ours, settings_if_plain, state_of
 from slipstream.nn.offload import offloading
 from slipstream.nn.saved import Recompute, recomputed, region
 from slipstream.ops import moe
@@ -42,6 +42,7 @@ ACTIONS = {
 KEEP_NORM = ("keep", "experts")
 
 
+@ours
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """``norm(x)``."""
     return _norm(self, self.__dict__[KEY].settings, hidden_states, None)[0]
@@ -71,6 +72,7 @@ def add_norm(
     return module(s), s
 
 
+@ours
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """``down(f(gate(x)) * up(x))``."""
     kind, action = self.__dict__[KEY].settings, self.__dict__.get("recompute", "keep")
@@ -92,6 +94,7 @@ def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     return ops.activation_linear(gate, down.weight, *up, bias_D=down.bias, kind=kind)
 
 
+@ours
 def router_forward(self: Any, hidden_states: torch.Tensor, whole: bool = False) -> Any:
     """Logits, weights and experts of every token; with ``whole`` the tokens and the routing too."""
     settings: RouterSettings = self.__dict__[KEY].settings
@@ -103,6 +106,7 @@ def router_forward(self: Any, hidden_states: torch.Tensor, whole: bool = False) 
     return (*chosen, x_TD, routing) if whole else chosen
 
 
+@ours
 def moe_forward(
     self: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -172,6 +176,7 @@ def _experts(
     )
 
 
+@ours
 def layer_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """A decoder layer, under its gradient checkpointing."""
     settings: LayerSettings = self.__dict__[KEY].settings

@@ -4,12 +4,15 @@ Classes stay as they are; parameters, buffers and names too: a replaced module c
 plain attributes, its ``forward`` and a record of what was there before.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn, Self
 
 from torch import nn
+
+from slipstream.errors import ConfigError
 
 KEY = "_slipstream"
 
@@ -29,6 +32,16 @@ class State:
     settings: Any
     """What was read from the module when it was replaced."""
 
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        # A bound forward is pickled by name, which its class does not have: it would not load.
+        raise ConfigError(
+            "optimize: an optimized model is not pickled; save its state_dict() or use "
+            "save_pretrained, or call slipstream.restore(model) first"
+        )
+
 
 def state_of(module: nn.Module) -> State | None:
     """The record of a replaced module; None for any other."""
@@ -38,6 +51,20 @@ def state_of(module: nn.Module) -> State | None:
 def own_forward(module: nn.Module) -> bool:
     """Whether somebody bound a forward to this instance."""
     return "forward" in module.__dict__
+
+
+def ours(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` of a replaced module; its class's once restored, for wrappers that outlive it."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if KEY not in self.__dict__:
+            return type(self).forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    call.__name__, call.__doc__ = forward.__name__, forward.__doc__
+    # No __wrapped__: who unwraps forwards would end up inside.
+    call.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    return call
 
 
 def bind(module: nn.Module, kind: str, forward: Callable[..., Any], settings: Any) -> None:

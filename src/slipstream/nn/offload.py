@@ -183,7 +183,9 @@ class _Lane:
 
     def _buffer(self, size: int) -> torch.Tensor:
         free = self.free.get(size)
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        if free:
+            return free.pop()
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 _lanes: dict[torch.device, _Lane] = {}

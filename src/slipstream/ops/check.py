@@ -6,6 +6,8 @@ import torch
 
 from slipstream.errors import ShapeError
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 def described(value: object) -> str:
     """The kind of an argument that is of the wrong kind, for an error."""
@@ -25,6 +27,25 @@ def shape(op: str, name: str, tensor: torch.Tensor, *expected: int | None) -> No
     if not fits:
         wanted = ", ".join("any" if want is None else str(want) for want in expected)
         raise ShapeError(f"{op}: {name} has shape {sizes}, expected ({wanted})")
+
+
+def rows(op: str, name: str, tensor: torch.Tensor, expected: str) -> None:
+    """Raise unless ``tensor`` holds floats and has a last dimension, as in ``expected``."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ShapeError(f"{op}: {name} is {described(tensor)}, expected a tensor")
+    if tensor.dim() == 0:
+        raise ShapeError(f"{op}: {name} is a scalar, expected {expected}")
+    floating(op, **{name: tensor})
+
+
+def floating(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise unless all given tensors hold floating-point numbers of 16 bits or more."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in FLOATS:
+            raise ShapeError(
+                f"{op}: {name} has dtype {tensor.dtype}, expected float64, float32, bfloat16 or "
+                f"float16; cast it"
+            )
 
 
 def last_dim(op: str, name: str, tensor: torch.Tensor, size: int) -> None:

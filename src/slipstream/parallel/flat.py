@@ -4,8 +4,9 @@ Making one moves the parameters into flat buckets, in place. A step is one launc
 GPU, clipping included, and costs the host next to nothing per parameter.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, get_args
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import nn
@@ -17,6 +18,22 @@ from slipstream.parallel.flat_state import Decision, FlatState, update
 from slipstream.parallel.flat_storage import Block, flatten
 
 Gradients = Literal["separate", "flat"]
+Rules = dict[str, tuple[Callable[[Any], bool], str]]
+GROUP_RULES: Rules = {
+    "lr": (lambda lr: 0 <= lr < math.inf, "0 or more"),
+    "betas": (
+        lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        "two numbers in [0, 1)",
+    ),
+    "eps": (lambda eps: 0 < eps < math.inf, "more than 0"),
+    "weight_decay": (lambda decay: 0 <= decay < math.inf, "0 or more"),
+}
+"""Of what a group may set: whether a value is one, and what is."""
+RULES: Rules = GROUP_RULES | {
+    "max_norm": (lambda norm: norm is None or norm > 0, "more than 0, or None"),
+    "moments": (lambda dtype: dtype in (torch.float32, torch.bfloat16), "fp32 or bf16"),
+    "gradients": (lambda kind: kind in get_args(Gradients), "separate or flat"),
+}
 
 
 class FlatAdamW(torch.optim.Optimizer):
@@ -24,10 +41,12 @@ class FlatAdamW(torch.optim.Optimizer):
 
     ``params``: a model, or what ``torch.optim.AdamW`` takes; ``lr``, ``betas``, ``eps`` and
     ``weight_decay`` as there, also per group. The parameters move into flat buckets here: make the
-    optimizer after ``model.to()``. Frozen ones stay where they are.
+    optimizer after ``model.to()``. Frozen ones stay where they are. Parameters share step counts:
+    one whose first gradient comes late is not corrected for that, as it is in ``torch.optim``.
 
     ``masters``: fp32 copies of 16-bit parameters; None: unless ``stochastic_rounding``; False: an
-    update below half a unit of a weight vanishes, as in ``torch.optim.AdamW``.
+    update below half a unit of a weight vanishes, as in ``torch.optim.AdamW``. They follow what is
+    written into the parameters, but not what goes past autograd, as ``param.data.copy_()`` does.
     ``stochastic_rounding``: of bf16 parameters and moments, from ``seed``, step and place.
     ``moments``: fp32, or bf16 for half the memory. Bytes per bf16 parameter, gradient included:
     masters 16, stochastic rounding 12, with bf16 moments 8.
@@ -56,7 +75,9 @@ class FlatAdamW(torch.optim.Optimizer):
         adjacent: Iterable[Block] = (),
         seed: int = 0,
     ) -> None:
-        _check(lr, betas, eps, weight_decay, max_norm, moments, gradients)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        options = {"max_norm": max_norm, "moments": moments, "gradients": gradients}
+        _check(RULES, defaults | options)
         if masters and stochastic_rounding:
             raise ConfigError(
                 "FlatAdamW: masters and stochastic_rounding exclude each other; choose one"
@@ -75,11 +96,11 @@ class FlatAdamW(torch.optim.Optimizer):
         self._flat: list[list[FlatState]] = []
         self._frozen: list[nn.Parameter] = []
         given = params.parameters() if isinstance(params, nn.Module) else params
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(given, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as ``torch.optim.Optimizer`` does, and flatten its parameters."""
+        _check(GROUP_RULES, self.defaults | param_group)
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
         self._check_params(params)
@@ -113,6 +134,8 @@ class FlatAdamW(torch.optim.Optimizer):
         decision = self._decide()
         for group, states in zip(self.param_groups, self._flat, strict=True):
             update(states, self._options(group), decision)
+            for state in states:
+                state.bucket.note_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -139,6 +162,7 @@ class FlatAdamW(torch.optim.Optimizer):
 
         Raises CheckpointError.
         """
+        _check_state_dict(state_dict)
         saved = state_dict["param_groups"]
         have = [len(group["params"]) for group in self.param_groups]
         given = [len(group["params"]) for group in saved]
@@ -147,12 +171,24 @@ class FlatAdamW(torch.optim.Optimizer):
                 f"FlatAdamW: the state has groups of {given} parameters, this optimizer of {have}; "
                 "load the state of the same model and groups"
             )
+        loads = []
         for group, theirs, states in zip(self.param_groups, saved, self._flat, strict=True):
-            group.update({key: value for key, value in theirs.items() if key != "params"})
             number = dict(zip(map(id, group["params"]), theirs["params"], strict=True))
             for state in states:
-                found = [number[id(param)] for param in state.bucket.params]
-                state.load_each([state_dict["state"].get(key) for key in found])
+                keys = [number[id(param)] for param in state.bucket.params]
+                loads.append((state, [state_dict["state"].get(key) for key in keys]))
+                state.check_each(loads[-1][1])
+        for state, given_states in loads:
+            state.load_each(given_states)
+        for group, theirs in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def __getstate__(self) -> NoReturn:
+        """Nothing to pickle or copy: the parameters of a copy would lie in no bucket."""
+        raise ConfigError(
+            "FlatAdamW: an optimizer over flat buckets is not pickled or copied; save its "
+            "state_dict(), or make one for the copied model and load that"
+        )
 
     def _check_params(self, params: list[nn.Parameter]) -> None:
         for param in params:
@@ -191,24 +227,26 @@ class FlatAdamW(torch.optim.Optimizer):
         )
 
 
-def _check(
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    max_norm: float | None,
-    moments: torch.dtype,
-    gradients: str,
-) -> None:
-    rules: list[tuple[str, Any, bool, str]] = [
-        ("lr", lr, lr >= 0, "0 or more"),
-        ("betas", betas, all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)"),
-        ("eps", eps, eps > 0, "more than 0"),
-        ("weight_decay", weight_decay, weight_decay >= 0, "0 or more"),
-        ("max_norm", max_norm, max_norm is None or max_norm > 0, "more than 0, or None"),
-        ("moments", moments, moments in (torch.float32, torch.bfloat16), "fp32 or bf16"),
-        ("gradients", gradients, gradients in get_args(Gradients), "separate or flat"),
-    ]
-    for name, value, holds, allowed in rules:
-        if not holds:
-            raise ConfigError(f"FlatAdamW: {name} = {value}, expected {allowed}")
+def _check(rules: Rules, values: Mapping[str, Any]) -> None:
+    for name, (holds, allowed) in rules.items():
+        try:
+            fits = holds(values[name])
+        except TypeError:  # no number at all
+            fits = False
+        if not fits:
+            raise ConfigError(f"FlatAdamW: {name} = {values[name]}, expected {allowed}")
+
+
+def _check_state_dict(state_dict: Any) -> None:
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise CheckpointError(
+            f"FlatAdamW: the state is a {type(state_dict).__name__} without state and "
+            "param_groups; load what an optimizer's state_dict() returned"
+        )
+    for group in state_dict["param_groups"]:
+        other = next((name for name in ("amsgrad", "maximize") if group.get(name)), None)
+        if other is not None:
+            raise CheckpointError(
+                f"FlatAdamW: the state is of an optimizer with {other}, which this one cannot do; "
+                "go on with that one, or start anew"
+            )

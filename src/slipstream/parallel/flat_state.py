@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, TrainingError
 from slipstream.ops import AdamWOptions, adamw, triton_support
 from slipstream.ops.scattered import Scattered
 from slipstream.parallel.flat_storage import Bucket
 
 State = dict[str, torch.Tensor]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,13 @@ class FlatState:
         """The gradients of this step; None if no parameter has one."""
         if self.grad is None:
             return self.bucket.scattered()
+        frozen = next((p for p in self.bucket.params if not p.requires_grad), None)
+        if frozen is not None:
+            raise TrainingError(
+                f"FlatAdamW: a parameter of shape {tuple(frozen.shape)} was frozen after the "
+                "optimizer was made, and flat gradients would go on moving it; use "
+                "gradients='separate', or make the optimizer anew"
+            )
         self._attach(self.grad)
         return self.grad
 
@@ -79,30 +87,46 @@ class FlatState:
             for i, param in enumerate(self.bucket.params)
         ]
 
-    @torch.no_grad()
-    def load_each(self, states: Sequence[State | None]) -> None:
-        """Take over the states of all parameters, from this class or ``torch.optim.AdamW``.
-
-        None: as in a new optimizer. A missing master is the parameter's value. Raises
-        CheckpointError.
-        """
-        steps = {float(state["step"]) for state in states if state is not None}
+    def check_each(self, states: Sequence[State | None]) -> None:
+        """Raise CheckpointError unless these are states of AdamW for the parameters."""
+        steps = {float(state.get("step", 0.0)) for state in states if state is not None}
         if len(steps) > 1:
             raise CheckpointError(
                 f"optimizer state: parameters of one group have step counts {sorted(steps)}; flat "
                 "buckets count for all of them, so give these parameters groups of their own"
             )
-        self.step.fill_(steps.pop() if steps else 0.0)
-        for (param, mine), given in zip(self.of_each(), states, strict=True):
-            for name, view in mine.items():
-                if name == "step":
-                    continue
-                value = None if given is None else given.get(name)
-                if value is not None and value.shape != view.shape:
+        for param, given in zip(self.bucket.params, states, strict=True):
+            if given is None:
+                continue
+            missing = [name for name in ("step", *MOMENTS) if name not in given]
+            if missing:
+                raise CheckpointError(
+                    f"optimizer state: {missing[0]} is missing for a parameter of shape "
+                    f"{tuple(param.shape)}; load the state of an AdamW"
+                )
+            for name in (*MOMENTS, "master"):
+                value = given.get(name)
+                if value is not None and value.shape != param.shape:
                     raise CheckpointError(
                         f"optimizer state: {name} has shape {tuple(value.shape)}, its parameter "
-                        f"{tuple(view.shape)}; load the state of the same model"
+                        f"{tuple(param.shape)}; load the state of the same model"
                     )
+
+    @torch.no_grad()
+    def load_each(self, states: Sequence[State | None]) -> None:
+        """Take over the states of all parameters, from this class or ``torch.optim.AdamW``.
+
+        None: as in a new optimizer. A missing master is the parameter's value. Raises
+        CheckpointError, with nothing changed.
+        """
+        self.check_each(states)
+        counts = (float(state["step"]) for state in states if state is not None)
+        self.step.fill_(next(counts, 0.0))
+        for (param, mine), given in zip(self.of_each(), states, strict=True):
+            for name, view in mine.items():
+                value = None if given is None else given.get(name)
+                if name == "step":
+                    continue
                 if value is not None:
                     view.copy_(value)
                 elif name == "master":

@@ -88,6 +88,11 @@ class Bucket:
         present = tuple(i for i, grad in enumerate(grads) if grad is not None)
         if not present:
             return None
+        if any(grad.layout is not torch.strided for grad in grads if grad is not None):
+            raise TrainingError(
+                "a parameter in a flat bucket has a sparse gradient; make its nn.Embedding with "
+                "sparse=False"
+            )
         return Scattered(self._layout_of(present), [g for g in grads if g is not None])
 
     def follow_params(self) -> None:
@@ -106,6 +111,11 @@ class Bucket:
     def note_versions(self) -> None:
         """Regard the masters as those of the parameters as they are."""
         self._versions = [param._version for param in self.params]
+
+    def note_step(self) -> None:
+        """Tell autograd, which sees only the parameters, that a step has changed them."""
+        torch.autograd.graph.increment_version(self.params)
+        self.note_versions()
 
     def _layout_of(self, present: tuple[int, ...]) -> Layout:
         if len(present) == len(self.params):

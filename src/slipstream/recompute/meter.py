@@ -6,7 +6,7 @@ that autograd saves stand in, so working memory is not in the figures.
 
 import statistics
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,12 +73,7 @@ class Meter:
             between = self.allocated() - start
             given = differentiable((args, kwargs))
             with self.peak() as backward:
-                grads = torch.autograd.grad(
-                    outputs,
-                    [*given, *weights],
-                    [torch.ones_like(t) for t in outputs],
-                    allow_unused=True,
-                )
+                grads = _gradients(outputs, [*given, *weights])
             sizes = [size_of(grad) for grad in grads[len(given) :] if grad is not None]
             del output, outputs, grads
         return kept, forward[0], between + backward[0], sizes
@@ -90,10 +85,7 @@ class Meter:
             outputs = [differentiable(module(*args, **kwargs)) for _ in range(depth)]
             wanted = [*differentiable((args, kwargs)), *weights]
             while outputs:
-                last = outputs.pop()
-                torch.autograd.grad(
-                    last, wanted, [torch.ones_like(t) for t in last], allow_unused=True
-                )
+                _gradients(outputs.pop(), wanted)
 
         return self.time(run) / depth
 
@@ -110,6 +102,15 @@ class Meter:
         begin = time.perf_counter()
         run()
         return 1e3 * (time.perf_counter() - begin)
+
+
+def _gradients(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    if not outputs:  # a frozen layer behind frozen ones has no backward pass
+        return ()
+    ones = [torch.ones_like(t) for t in outputs]
+    return torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
 
 
 def kept_bytes(scope: Scope, given: Iterable[torch.Tensor]) -> int:

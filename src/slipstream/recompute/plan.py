@@ -131,6 +131,8 @@ def plan(
     The model is as before afterwards. Of two budgets the smaller never has the larger peak.
     Raises ConfigError for a budget that cannot be met, naming the smallest that can.
     """
+    _check_gib("budget_gib", budget_gib, above=True)
+    _check_gib("extra_gib", extra_gib, above=False)
     model = unwrapped(model)
     units = find_units(model)
     source = costs
@@ -324,9 +326,30 @@ def _runner(
     sample: Mapping[str, Any] | Sequence[Any],
     loss: Callable[[Any], torch.Tensor],
 ) -> Callable[[], torch.Tensor]:
-    if isinstance(sample, Mapping):
-        return lambda: loss(model(**sample))
-    return lambda: loss(model(*sample))
+    if isinstance(sample, str | torch.Tensor) or not isinstance(sample, Mapping | Sequence):
+        raise ConfigError(
+            f"recompute: sample is a {type(sample).__name__}, expected the arguments of one "
+            "training call as a dict or a tuple"
+        )
+
+    def run() -> torch.Tensor:
+        value = loss(model(**sample) if isinstance(sample, Mapping) else model(*sample))
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+            raise ConfigError(
+                f"recompute: the loss on the sample is {found!r}, expected one number for backward "
+                "to start from; train some weight, or return a scalar tensor from loss="
+            )
+        return value
+
+    return run
+
+
+def _check_gib(name: str, value: float, *, above: bool) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value > 0 if above else 0 <= value < math.inf):
+        allowed = "a number above 0" if above else "a finite number of at least 0"
+        raise ConfigError(f"recompute.{name} = {value!r}, expected {allowed}, in GiB")
 
 
 def _loss(output: Any) -> torch.Tensor:

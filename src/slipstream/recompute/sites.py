@@ -90,6 +90,7 @@ def set_actions(model: nn.Module, actions: Mapping[str, str]) -> None:
             )
         if action not in offered:
             raise ConfigError(f"recompute: {name} cannot {action!r}, use {', '.join(offered)}")
+    for name, action in actions.items():
         modules[name].recompute = action  # type: ignore[assignment]
 
 

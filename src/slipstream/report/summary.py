@@ -8,9 +8,11 @@ from slipstream.errors import CheckpointError
 from slipstream.train.metrics import Record, read_metrics
 
 WARMUP_STEPS = 5
-PHASES = ("data", "forward", "backward", "optimizer")
+PHASES = ("data", "forward", "backward", "graph", "optimizer")
+"""Forward and backward, or both in one CUDA graph."""
+_EVERY_RUN = ("data", "optimizer")
 _STEP_KEYS = {"tokens", "loss", "skipped", "time"}
-_TIME_KEYS = {"tok_per_s", "step_ms", "peak_gib", "mfu", *(f"{name}_ms" for name in PHASES)}
+_TIME_KEYS = {"tok_per_s", "step_ms", "peak_gib", "mfu", *(f"{name}_ms" for name in _EVERY_RUN)}
 _EVALUATION_KEYS = {"val_loss", "val_nats_per_byte"}
 
 
@@ -80,7 +82,7 @@ def summarise(run: Path) -> Summary:
         best_val_loss=min(val_losses, default=None),
         tok_per_s=_median(timed, "tok_per_s"),
         step_ms=_median(timed, "step_ms"),
-        phases_ms={name: _median(timed, f"{name}_ms") for name in PHASES},
+        phases_ms=_phases(timed),
         peak_gib=max(s["time"]["peak_gib"] for s in steps),
         mfu=median(mfus) if mfus else None,
         skipped=sum(s["skipped"] for s in steps),
@@ -113,6 +115,12 @@ def _require(path: Path, record: Record, part: object, keys: set[str]) -> None:
             f"{path}: the record of step {record['step']} lacks {', '.join(sorted(missing))}; "
             "delete that line, or give a run of this version"
         )
+
+
+def _phases(records: list[Record]) -> dict[str, float]:
+    # A run may go on with another train.cuda_graph: each phase from the steps that had it.
+    have = {name: [r for r in records if f"{name}_ms" in r["time"]] for name in PHASES}
+    return {name: _median(found, f"{name}_ms") for name, found in have.items() if found}
 
 
 def _median(records: list[Record], name: str) -> float:

@@ -54,6 +54,9 @@ class TrainConfig(Config):
     """Where to train."""
     compile: bool = False
     """Compile each layer with torch.compile."""
+    cuda_graph: bool = False
+    """Record forward and backward of a micro-batch once as a CUDA graph and replay it: the host
+    launches one graph instead of every kernel. On one GPU."""
     deterministic: bool = False
     """Ask PyTorch for deterministic kernels: bit-exact resume on GPUs too, somewhat slower."""
     init_from: str | None = None

@@ -25,10 +25,11 @@ from slipstream.train.checkpoint import Checkpoints, Meta, Saved
 from slipstream.train.config import RunConfig
 from slipstream.train.console import ProgressView
 from slipstream.train.evaluate import Evaluation, evaluate
+from slipstream.train.graph import check_graph, check_sites, recorder_for
 from slipstream.train.guard import earliest, first_bad_place
 from slipstream.train.memory import announcement, deviation, plan_memory
 from slipstream.train.metrics import MetricsFile, Record, read_metrics
-from slipstream.train.phases import PhaseTimer
+from slipstream.train.phases import GRAPH_PHASES, PHASES, PhaseTimer
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.schedule import learning_rate
 from slipstream.train.setup import (
@@ -76,6 +77,7 @@ class Run:
         self.config, self.folder, self.ranks = config, folder, ranks
         folder.check(resume=resume, data=config.data.path)
         check_batch(config, ranks)
+        check_graph(config, ranks)
         check_trackers(config.track)
         self.corpus = open_corpus(config)
         saved = folder.latest() if resume else None
@@ -83,8 +85,9 @@ class Run:
             self._check(saved)
         self.parts = build(config, ranks, resumed=saved is not None)
         self.plan = plan_memory(config, self.parts.model, ranks)
+        check_sites(config, self.parts.model)
         self.step = 0 if saved is None else saved.meta.step
-        self.timer = PhaseTimer(ranks.device)
+        self.timer = PhaseTimer(ranks.device, GRAPH_PHASES if config.train.cuda_graph else PHASES)
         self.stepper = TrainStep(
             self.parts.model,
             self.parts.module,
@@ -92,6 +95,7 @@ class Run:
             config.train,
             ranks,
             self.timer,
+            recorder_for(config, ranks),
         )
         self.device = describe(ranks.device)
         dtype = str(compute_dtype(config, ranks.device)).removeprefix("torch.")

@@ -13,13 +13,15 @@ import torch
 from torch.profiler import record_function
 
 PHASES = ("data", "forward", "backward", "optimizer")
+GRAPH_PHASES = ("data", "graph", "optimizer")
+"""With forward and backward in one CUDA graph."""
 
 
 class PhaseTimer:
     """Milliseconds per phase, summed over the micro-batches of a step."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device, phases: tuple[str, ...] = PHASES) -> None:
+        self.on_gpu, self.phases = device.type == "cuda", phases
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._host_ms: dict[str, float] = defaultdict(float)
 
@@ -40,9 +42,16 @@ class PhaseTimer:
             yield
         self._host_ms[phase] += 1e3 * (time.perf_counter() - begin)
 
+    def enqueued(self, begin: float) -> None:
+        """Everything of the step that ``begin``, a ``perf_counter``, started is enqueued."""
+        self._host_ms["host"] += 1e3 * (time.perf_counter() - begin)
+
     def take(self) -> dict[str, float]:
-        """Milliseconds per phase since the last call; the device must have finished the step."""
-        spent = dict.fromkeys(PHASES, 0.0) | dict(self._host_ms)
+        """Milliseconds per phase since the last call; the device must have finished the step.
+
+        ``host``: of the host's clock, until the step was enqueued.
+        """
+        spent = dict.fromkeys(self.phases, 0.0) | dict(self._host_ms)
         for phase, start, stop in self._events:
             spent[phase] += start.elapsed_time(stop)
         self._events.clear()

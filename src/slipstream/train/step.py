@@ -5,7 +5,10 @@ micro-batches and ranks. Ranks agree in two small sums, of the tokens that count
 results and votes; the host reads numbers from the device at the end only.
 """
 
+import time
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +18,7 @@ from slipstream.errors import ConfigError
 from slipstream.models import Transformer
 from slipstream.parallel import Ranks, accumulate
 from slipstream.train.config import TrainConfig
+from slipstream.train.graph import GraphedPasses, Recorder
 from slipstream.train.load import MoELoad, close_step
 from slipstream.train.optimizer import AdamW
 from slipstream.train.phases import PhaseTimer
@@ -45,7 +49,10 @@ class StepResult:
 
 
 class TrainStep:
-    """Runs optimizer steps of one model on this rank."""
+    """Runs optimizer steps of one model on this rank.
+
+    ``recorder``: record forward and backward and replay them; every batch has one shape then.
+    """
 
     def __init__(
         self,
@@ -55,9 +62,12 @@ class TrainStep:
         config: TrainConfig,
         ranks: Ranks,
         timer: PhaseTimer,
+        recorder: Recorder | None = None,
     ) -> None:
         self.model, self.module, self.optimizer = model, module, optimizer
         self.config, self.ranks, self.timer = config, ranks, timer
+        self.recorder = recorder
+        self._graphed: GraphedPasses | None = None
 
     def run(
         self, batch: Batch, lr: float, *, stop: bool = False, written: bool = False
@@ -66,7 +76,7 @@ class TrainStep:
 
         One rank's ``stop`` stops them all; ``written`` holds if it does on all.
         """
-        device = self.ranks.device
+        begin, device = time.perf_counter(), self.ranks.device
         self.model.train()
         sums = torch.zeros(6, dtype=torch.float64, device=device)
         with self.timer("data"):
@@ -74,14 +84,19 @@ class TrainStep:
             tokens = self.ranks.sum(tokens)
         share = self.ranks.world / tokens.clamp(min=1)
         micro_batches = split(batch, self.config.micro_batch)
+        part = 1 / len(micro_batches)
         for index, micro in enumerate(micro_batches):
             with accumulate(self.module, last=index == len(micro_batches) - 1):
-                sums[:4] += self._micro_step(micro, share, len(batch.tokens_BL))
+                if self.recorder is None:
+                    sums[:4] += self._micro_step(micro, share, part)
+                else:
+                    sums[:4] += self._graph_step(micro, share, part, first=index == 0)
         sums[4:] = torch.tensor([float(stop), float(written)])
         self.ranks.sum(sums)
         with self.timer("optimizer"):
             update = self.optimizer.step(lr, torch.isfinite(sums[:4]).all())
         numbers = torch.cat((sums, torch.stack((update.grad_norm, update.skipped)).double()))
+        self.timer.enqueued(begin)
         nll, z, router, count, stopping, finished, norm, skipped = numbers.tolist()
         load = close_step(self.model, self.ranks, skipped=bool(skipped))
         return StepResult(
@@ -96,19 +111,48 @@ class TrainStep:
             load=load,
         )
 
-    def _micro_step(self, micro: Batch, share: torch.Tensor, sequences: int) -> torch.Tensor:
+    def _micro_step(self, micro: Batch, share: torch.Tensor, part: float) -> torch.Tensor:
         with self.timer("data"):
             tokens, targets, document = to_device(micro, self.ranks.device)
         with self.timer("forward"):
-            output = self.module(tokens, targets, document)
-            loss = output.loss
-            part = len(micro.tokens_BL) / sequences
-            objective = loss.objective * share.to(loss.objective.dtype) + output.router_loss * part
+            objective, sums = self._forward(tokens, targets, document, share, part=part)
         with self.timer("backward"):
             objective.backward()
+        return sums
+
+    def _graph_step(
+        self, micro: Batch, share: torch.Tensor, part: float, *, first: bool
+    ) -> torch.Tensor:
+        if self._graphed is None:
+            assert self.recorder is not None
+            passes = partial(self._passes, part=part)
+            self._graphed = GraphedPasses(self.model, passes, self.recorder, accumulate=part < 1)
+        with self.timer("data"):
+            self._graphed.load((micro.tokens_BL, micro.targets_BL, micro.document_BL, share))
+        with self.timer("graph"):
+            return self._graphed.run(first=first)
+
+    def _passes(self, *inputs: Any, part: float) -> torch.Tensor:
+        objective, sums = self._forward(*inputs, part=part)
+        objective.backward()
+        return sums
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        document: torch.Tensor | None,
+        share: torch.Tensor,
+        *,
+        part: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What to differentiate, and fp64 (4,): sums of nll and z, router losses, tokens."""
+        output = self.module(tokens, targets, document)
+        loss = output.loss
+        objective = loss.objective * share.to(loss.objective.dtype) + output.router_loss * part
         router = output.router_loss.detach() * part
-        sums = (loss.nll, loss.z, router, loss.tokens)
-        return torch.stack([value.double() for value in sums])
+        sums = torch.stack([value.double() for value in (loss.nll, loss.z, router, loss.tokens)])
+        return objective, sums
 
 
 def split(batch: Batch, size: int) -> list[Batch]:

@@ -7,7 +7,7 @@ mean square of the error, for every output and every gradient. NaN never passes.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +135,13 @@ def with_gradients(outputs: Results, leaves: Results, grads: list[torch.Tensor])
         assert grad is not None, f"{name} has no gradient"
         named[f"gradient of {name}"] = grad
     return named
+
+
+def pooled(runs: Sequence[Results]) -> Results:
+    """Results of several draws as one: the error of a few numbers is luck."""
+    if len(runs) == 1:
+        return runs[0]
+    return {name: torch.cat([run[name].flatten() for run in runs]) for name in runs[0]}
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -24,6 +24,7 @@ from slipstream.verify.budget import (
     compare,
     make_leaves,
     named_outputs,
+    pooled,
     results,
     upstream,
     with_gradients,
@@ -106,7 +107,7 @@ def check_budget(subject: Subject, data: Data) -> Outcome:
     def run() -> tuple[list[str], list[Figure]]:
         with poisoned():
             actual = [data.run(data.case.call, inputs) for inputs in data.draws]
-        found = compare(_pooled(actual), _pooled(data.eager), _pooled(data.truth), data.unit)
+        found = compare(pooled(actual), pooled(data.eager), pooled(data.truth), data.unit)
         return found.problems, found.figures
 
     return judge(subject, data.case.name, "budget", run)
@@ -235,12 +236,6 @@ def no_compiler(device: torch.device) -> str | None:
     except Exception as error:
         return f"the compiler does not work here: {_one_line(error)}"
     return None
-
-
-def _pooled(runs: list[Results]) -> Results:
-    if len(runs) == 1:
-        return runs[0]
-    return {name: torch.cat([run[name].flatten() for run in runs]) for name in runs[0]}
 
 
 def _refusal(subject: Subject, error: HardwareError) -> str | None:

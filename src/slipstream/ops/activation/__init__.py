@@ -50,14 +50,14 @@ def checked_options(
     """What an activation of these arguments computes; raises unless they fit each other."""
     check.choice(op, "kind", kind, Activation)
     check_clamp(op, alpha, limit)
-    if x.dim() == 0:
-        raise ShapeError(f"{op}: x is a scalar, expected (..., F)")
+    check.rows(op, "x", x, "(..., F)")
     gated = kind in GATED
     if up is not None:
         if not gated:
             raise ShapeError(f"{op}: {kind} is not gated; leave out up")
         if x.shape != up.shape:
             raise ShapeError(f"{op}: gate {tuple(x.shape)} and up {tuple(up.shape)} differ")
+        check.floating(op, up=up)
         check.same_device(op, x=x, up=up)
     elif gated and x.shape[-1] % 2:
         raise ShapeError(f"{op}: fused x needs an even last dimension, got {x.shape[-1]}")

@@ -7,7 +7,7 @@ import torch
 from slipstream.ops.activation.kernels import activation_bwd_kernel, activation_fwd_kernel
 from slipstream.ops.activation.options import ActivationOptions
 from slipstream.ops.activation.tuned import Blocks, lookup
-from slipstream.ops.triton_support import cdiv
+from slipstream.ops.triton_support import cdiv, interpreting
 
 MAX_VECTOR = 16
 """Elements that one thread loads at most side by side."""
@@ -37,7 +37,7 @@ def forward(
         float(options.alpha),
         float(options.limit),
         F=width,
-        ACTIVATION=options.gating,
+        ACTIVATION=function_name(options.gating, x.dtype),
         GATED=options.gated,
         FUSED=fused,
         FLAT=not fused and _flat(width, x_TF, up_TF),
@@ -80,7 +80,7 @@ def backward(
         float(options.alpha),
         float(options.limit),
         F=width,
-        ACTIVATION=options.gating,
+        ACTIVATION=function_name(options.gating, x.dtype),
         GATED=options.gated,
         FUSED=fused,
         FLAT=not fused and _flat(width, dout_TF, x_TF, up_TF),
@@ -89,6 +89,13 @@ def backward(
         num_warps=blocks.num_warps,
     )
     return dx, dup, out
+
+
+def function_name(gating: str, dtype: torch.dtype) -> str:
+    """What the kernels call the function of tensors of ``dtype``."""
+    if dtype == torch.float32 or gating not in ("gelu", "gelu_tanh"):
+        return gating
+    return f"{gating}_16_bit_interpreted" if interpreting() else f"{gating}_16_bit"
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

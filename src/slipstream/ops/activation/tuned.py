@@ -20,7 +20,7 @@ INTERPRETER = 0
 
 TABLE: dict[tuple[str, int], tuple[tuple[int, Blocks], ...]] = {
     ("forward", 2): (
-        (80, Blocks(block=2048, num_warps=4)),
+        (80, Blocks(block=1024, num_warps=4)),
         (INTERPRETER, Blocks(block=4096, num_warps=4)),
     ),
     ("forward", 4): (

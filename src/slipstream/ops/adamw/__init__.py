@@ -1,5 +1,6 @@
 """AdamW over lists of tensors, with clipping and the non-finite guard folded in."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -45,6 +46,7 @@ def adamw(
     counts = {len(group) for group in (params, grads, exp_avgs, exp_avg_sqs, steps)}
     if len(counts) != 1 or (masters is not None and len(masters) != len(params)):
         raise ShapeError("adamw: params, grads, moments, steps and masters differ in number")
+    _check_options(options)
     _check_rounding(params, masters, options)
     groups = {"grad": grads, "exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}
     for name, group in {**groups, "master": params if masters is None else masters}.items():
@@ -58,12 +60,51 @@ def adamw(
                 )
     if not params:
         return
+    _check_dtypes(params, exp_avgs, exp_avg_sqs, steps, masters)
     device = params[0].device
     divisor = torch.ones((), device=device) if grad_divisor is None else grad_divisor
     skipped = torch.zeros((), dtype=torch.bool, device=device) if skip is None else skip
     dispatch.call(
         "adamw", params, grads, exp_avgs, exp_avg_sqs, steps, masters, divisor, skipped, options
     )
+
+
+def _check_options(options: AdamWOptions) -> None:
+    rules = [
+        ("lr", 0 <= options.lr < math.inf, "a number of at least 0"),
+        ("beta1", 0 <= options.beta1 < 1, "a number in [0, 1)"),
+        ("beta2", 0 <= options.beta2 < 1, "a number in [0, 1)"),
+        ("eps", 0 < options.eps < math.inf, "a number above 0"),
+        ("weight_decay", 0 <= options.weight_decay < math.inf, "a number of at least 0"),
+    ]
+    for name, holds, allowed in rules:
+        if not holds:
+            value = getattr(options, name)
+            raise ShapeError(f"adamw: options.{name} = {value}, expected {allowed}")
+
+
+def _check_dtypes(
+    params: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Tensors,
+    masters: Tensors | None,
+) -> None:
+    # A kernel would read the bits of another dtype as numbers.
+    for i, param in enumerate(params):
+        check.floating("adamw", param=param)
+        short = (torch.bfloat16,) if param.dtype in SHORT else ()
+        wide = (torch.float32, torch.float64)
+        found = [("exp_avg", exp_avgs[i], short), ("exp_avg_sq", exp_avg_sqs[i], short)]
+        found.append(("step", steps[i], ()))
+        if masters is not None:
+            found.append(("master", masters[i], ()))
+        for name, tensor, more in found:
+            if tensor.dtype not in (*wide, *more):
+                raise ShapeError(
+                    f"adamw: {name} is {tensor.dtype} beside a param of {param.dtype}, expected "
+                    f"{' or '.join(map(str, (torch.float32, *more)))}"
+                )
 
 
 def _check_rounding(params: Tensors, masters: Tensors | None, options: AdamWOptions) -> None:

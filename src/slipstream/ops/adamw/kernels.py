@@ -94,21 +94,25 @@ def adamw_kernel(
                 grad = tl.load(source + at)
             else:
                 grad = tl.load(source + at, mask=at < given, other=0.0)
-            if ZERO:
-                tl.store(source + at, tl.zeros_like(grad), mask=at < given)
             g = grad.to(tl.float32) * scale
             weight_ptr = param_ptr if master_ptr is None else master_ptr
             weight = tl.load(weight_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+            # Still uniform, and in the threads that hold the weight: with the plain words the
+            # compiler brings each of their three parts to those on its own.
+            bits = words[quarter] ^ weight.to(tl.uint32, bitcast=True) if STOCHASTIC else 0
             m = tl.load(exp_avg_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
             v = tl.load(exp_avg_sq_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
             m = beta1 * m + gain1 * g
             v = beta2 * v + gain2 * (g * g)
-            update = (m * rescale1) / (tl.sqrt_rn(v * rescale2) + eps)
+            root = tl.sqrt(v * rescale2) if STOCHASTIC else tl.sqrt_rn(v * rescale2)
+            update = (m * rescale1) / (root + eps)
             weight -= lr * (update + weight_decay * weight)
-            bits = words[quarter]
             low, mid, high = (bits & 0xFFFF, (bits >> 8) & 0xFFFF, bits >> 16)
             if master_ptr is not None:
                 tl.store(master_ptr + start + at, weight, mask=inside)
             _stored(param_ptr + start + at, weight, low, inside, STOCHASTIC and master_ptr is None)
             _stored(exp_avg_ptr + start + at, m, high, inside, STOCHASTIC)
             _stored(exp_avg_sq_ptr + start + at, v, mid, inside, STOCHASTIC)
+            if ZERO:
+                # Last: no load waits behind a store to a line that is still on its way.
+                tl.store(source + at, tl.zeros_like(grad), mask=at < given)

@@ -39,9 +39,11 @@ def adamw_reference(
         m_hat = next_m / _unseen(options.beta1, next_step)
         v_hat = next_v / _unseen(options.beta2, next_step)
         weight = master.to(wide)
+        bits = noise(grads[i], options.seed, next_step) if stochastic else None
+        if bits is not None:
+            bits = bits.view_as(weight) ^ weight.float().view(torch.int32)
         update = m_hat / (v_hat.sqrt() + options.eps) + options.weight_decay * weight
         weight = weight - options.lr * update
-        bits = noise(grads[i], options.seed, next_step) if stochastic else None
         for state, value, shift in (
             (m, next_m, 16),
             (v, next_v, 8),

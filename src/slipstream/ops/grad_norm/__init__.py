@@ -1,14 +1,15 @@
 """The norm of all gradients in one pass, for clipping and for the non-finite guard."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from slipstream.errors import ShapeError
-from slipstream.ops import dispatch, triton_support
+from slipstream.ops import check, dispatch, triton_support
 from slipstream.ops.dispatch import Refusal
 from slipstream.ops.grad_norm.reference import grad_norm_reference
-from slipstream.ops.scattered import Grads, samples
+from slipstream.ops.scattered import Grads, Scattered, samples
 
 
 def grad_norm(grads: Grads) -> torch.Tensor:
@@ -18,8 +19,17 @@ def grad_norm(grads: Grads) -> torch.Tensor:
     where the sum of squares exceeds fp32. Squares are summed in a fixed order: run-to-run bitwise
     equal. No host synchronisation. Raises ShapeError.
     """
+    if isinstance(grads, torch.Tensor) or not isinstance(grads, Sequence):
+        raise ShapeError(
+            f"grad_norm: grads is {check.described(grads)}, expected a list of tensors"
+        )
     if not grads:
         raise ShapeError("grad_norm: no gradients; give one tensor or more")
+    for grad in grads:
+        if not isinstance(grad, torch.Tensor | Scattered):
+            raise ShapeError(
+                f"grad_norm: a gradient is {check.described(grad)}, expected a tensor; leave it out"
+            )
     devices = {grad.device for grad in grads}
     if len(devices) > 1:
         found = ", ".join(sorted(map(str, devices)))

@@ -1,5 +1,6 @@
 """The language-model head and its loss in one op: the logits of all tokens never exist at once."""
 
+import math
 from typing import Any
 
 import torch
@@ -106,8 +107,13 @@ def _call(
     check.shape(name, "targets", targets_T, x_TD.shape[0])
     if targets_T.dtype != torch.int64:
         raise ShapeError(f"{name}: targets are {targets_T.dtype}, expected int64")
-    if options.softcap is not None and options.softcap <= 0:
+    check.floating(name, x=x_TD, w=w_VD)
+    if not w_VD.shape[0]:
+        raise ShapeError(f"{name}: w has shape {tuple(w_VD.shape)}, expected one row or more")
+    if options.softcap is not None and not 0 < options.softcap < math.inf:
         raise ShapeError(f"{name}: softcap = {options.softcap}, expected a positive number or None")
+    if not 0 <= options.z_loss < math.inf:
+        raise ShapeError(f"{name}: z_loss = {options.z_loss}, expected a number of at least 0")
     if not 0 <= options.label_smoothing < 1:
         smoothing = options.label_smoothing
         raise ShapeError(f"{name}: label_smoothing = {smoothing}, expected in [0, 1)")

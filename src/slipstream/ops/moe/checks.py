@@ -6,20 +6,10 @@ import torch
 
 from slipstream.errors import ShapeError
 from slipstream.ops import check
+from slipstream.ops.check import FLOATS, floating
 from slipstream.ops.moe.routing import Routing
 
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
-
-
-def floating(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise unless all given tensors hold floating-point numbers of 16 bits or more."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.dtype not in FLOATS:
-            raise ShapeError(
-                f"{op}: {name} has dtype {tensor.dtype}, expected float64, float32, bfloat16 or "
-                f"float16; cast it"
-            )
 
 
 def integer(op: str, name: str, tensor: torch.Tensor) -> None:
@@ -73,3 +63,14 @@ def follow_autocast(
     if rows.dtype != torch.float64:
         rows = rows.to(torch.get_autocast_dtype(device))
     return rows, torch.autocast(device, enabled=False)
+
+
+__all__ = [
+    "FLOATS",
+    "INTEGERS",
+    "floating",
+    "follow_autocast",
+    "integer",
+    "not_empty",
+    "routing_maps",
+]

@@ -35,7 +35,7 @@ def norm(
     and rounds last. ``offset`` is added to the weight (Gemma stores ``weight - 1``: 1.0).
     RMSNorm: arXiv 1910.07467; LayerNorm: arXiv 1607.06450. Raises ShapeError.
     """
-    check_norm("norm", x, weight_D, bias_D, residual, kind, cast, activation)
+    check_norm("norm", x, weight_D, bias_D, residual, kind, eps, cast, activation)
     return dispatch.call("norm", x, weight_D, bias_D, residual, kind, eps, cast, offset, activation)
 
 
@@ -55,7 +55,7 @@ def activation_norm(
     The activated tensor is neither written nor kept: ``x`` is read and ``y`` written, no more.
     Shapes, options and errors are those of ``norm``.
     """
-    check_norm("activation_norm", x, weight_D, bias_D, None, kind, cast, activation)
+    check_norm("activation_norm", x, weight_D, bias_D, None, kind, eps, cast, activation)
     arguments = (x, weight_D, bias_D, None, kind, eps, cast, offset, activation, False)
     return dispatch.call("norm", *arguments)[0]
 
@@ -67,6 +67,7 @@ def check_norm(
     bias_D: torch.Tensor | None,
     residual: torch.Tensor | None,
     kind: str,
+    eps: float,
     cast: str,
     activation: str | None,
 ) -> None:
@@ -75,8 +76,9 @@ def check_norm(
     check.choice(op, "cast", cast, CastOrder)
     if activation is not None:
         check.choice(op, "activation", activation, Before)
-    if x.dim() == 0:
-        raise ShapeError(f"{op}: x is a scalar, expected (..., D)")
+    if not eps >= 0:
+        raise ShapeError(f"{op}: eps = {eps}, expected a number of at least 0")
+    check.rows(op, "x", x, "(..., D)")
     check.shape(op, "weight", weight_D, x.shape[-1])
     if bias_D is not None:
         check.shape(op, "bias", bias_D, x.shape[-1])
@@ -84,6 +86,7 @@ def check_norm(
         raise ShapeError(
             f"{op}: residual {tuple(residual.shape)} and x {tuple(x.shape)} must have one shape"
         )
+    check.floating(op, weight=weight_D, bias=bias_D, residual=residual)
     check.same_device(op, x=x, weight=weight_D, bias=bias_D, residual=residual)
 
 

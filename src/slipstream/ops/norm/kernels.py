@@ -7,7 +7,7 @@ weight's gradient stays in registers until a program has seen all of its rows.
 import triton
 import triton.language as tl
 
-from slipstream.ops.moe.experts.kernels import gate_function
+from slipstream.ops.activation.kernels import gate_function
 
 
 @triton.jit
@@ -30,58 +30,9 @@ def load_tile(ptr, rows, columns, stride, inside, D: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(x, FAST: tl.constexpr):
-    """``1 / x``; ``FAST``: one instruction, which Triton's interpreter does not have."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return 1.0 / x
-
-
-@triton.jit
-def power_of_2(x, FAST: tl.constexpr):
-    """``2 ** x``; ``FAST`` as for ``reciprocal``."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp2(x)
-
-
-@triton.jit
-def gelu_16_bit(x, FAST: tl.constexpr):
-    """GELU and its derivative with an error that vanishes when they are rounded to 16 bits.
-
-    The normal distribution is formula 26.2.17 of Abramowitz and Stegun, within 7.5e-8, in half the
-    instructions of ``erf``: with those, arithmetic would take longer than memory.
-    """
-    t = reciprocal(1.0 + 0.2316419 * tl.abs(x), FAST)
-    series = t * (-0.142248368 + t * (0.710706871 + t * (-0.7265760135 + t * 0.5307027145)))
-    bell = power_of_2((-0.7213475204444817 * x) * x, FAST)
-    tail = bell * (t * (0.127414796 + series))
-    below = tl.where(x > 0, 1 - tail, tail)
-    return x * below, below + (0.3989422804014327 * x) * bell
-
-
-@triton.jit
-def function_of(x, ACTIVATION: tl.constexpr):
-    """``f(x)`` and ``f'(x)`` in fp32."""
-    if ACTIVATION == "gelu_16_bit":
-        value, slope = gelu_16_bit(x.to(tl.float32), True)
-    elif ACTIVATION == "gelu_16_bit_interpreted":
-        value, slope = gelu_16_bit(x.to(tl.float32), False)
-    else:
-        value, slope = gate_function(x.to(tl.float32), 0.0, ACTIVATION)
-    return value, slope
-
-
-@triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
     """``f(x)``, rounded to the dtype of ``x``."""
-    value, _ = function_of(x, ACTIVATION)
+    value, _ = gate_function(x.to(tl.float32), 0.0, ACTIVATION)
     return value.to(x.dtype)
 
 
@@ -118,7 +69,11 @@ def load_weight(
 def affine(n, weight, bias_ptr, columns, DTYPE: tl.constexpr, D: tl.constexpr, LLAMA: tl.constexpr):
     """``n * weight + bias``, rounded to ``DTYPE`` once, or after every step where ``LLAMA``."""
     if LLAMA:
-        y = (n.to(DTYPE).to(tl.float32) * weight[None, :]).to(DTYPE).to(tl.float32)
+        n = n.to(DTYPE).to(tl.float32)
+    if LLAMA and bias_ptr is not None:
+        # A product of 16-bit numbers that is rounded and added to would become one instruction
+        # that does not round it. This one the compiler leaves alone.
+        y = tl.fma(n, tl.broadcast_to(weight[None, :], n.shape), 0.0).to(DTYPE).to(tl.float32)
     else:
         y = n * weight[None, :]
     if bias_ptr is not None:
@@ -199,7 +154,7 @@ def store_gradients(
         tl.store(dresidual_ptr + out, grad.to(dresidual_ptr.dtype.element_ty), mask=inside)
     if dx_ptr is not None:
         if ACTIVATION is not None:
-            _, slope = function_of(x, ACTIVATION)
+            _, slope = gate_function(x.to(tl.float32), 0.0, ACTIVATION)
             grad *= slope
         tl.store(dx_ptr + out, grad.to(dx_ptr.dtype.element_ty), mask=inside)
 
@@ -241,9 +196,11 @@ def norm_bwd_kernel(
             g = dy * weight[None, :]
             # In this order, two instructions an element.
             grad = n * (tl.sum(g * n, 1) * (-rstd / D))[:, None]
-            if LAYER:
+            if LAYER and D > 1:
                 grad += (tl.sum(g, 1) * (-rstd / D))[:, None]
-            grad += g * rstd[:, None]
+            # The only column of a LayerNorm is a constant: the terms cancel, rounding would stay.
+            if not LAYER or D > 1:
+                grad += g * rstd[:, None]
             store_gradients(
                 grad, x, ds_ptr, dx_ptr, dresidual_ptr, rows, columns, stride_ds, inside, D,
                 ACTIVATION,

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from slipstream.ops.activation.launch import function_name
 from slipstream.ops.norm import kernels, tuned, wide_kernels
 from slipstream.ops.norm.options import NormOptions
 from slipstream.ops.norm.tuned import Tile
-from slipstream.ops.triton_support import cdiv, interpreting
+from slipstream.ops.triton_support import cdiv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ def forward_launch(
         D=width,
         LAYER=layer,
         LLAMA=options.cast == "llama",
-        ACTIVATION=_function(options.activation, x.dtype),
+        ACTIVATION=options.activation and function_name(options.activation, x.dtype),
         BLOCK_T=tile.block_t,
         BLOCK_D=tile.block_d,
         STAGES=tile.num_stages,
@@ -110,7 +111,7 @@ def backward_launch(
     outputs = [t if t.numel() else None for t in (dx, dresidual, y)]
     partial = run(dy, ds, saved, options, wanted, tile, outputs)
     if partial is not None:
-        _sum(partial, dweight_D, dbias_D, wanted)
+        sum_parts(partial, dweight_D if wanted.weight else None, dbias_D if wanted.bias else None)
     return dx, dresidual, dweight_D, dbias_D, y
 
 
@@ -218,7 +219,7 @@ def _constants(saved: Saved, options: NormOptions) -> dict[str, Any]:
     activation = options.activation
     if activation is not None:
         assert saved.x is not None
-        activation = _function(activation, saved.x.dtype)
+        activation = function_name(activation, saved.x.dtype)
     return {
         "D": saved.weight_D.shape[0],
         "LAYER": options.kind == "layer",
@@ -233,15 +234,16 @@ def _partial(saved: Saved, wanted: Wanted, parts: int) -> torch.Tensor | None:
     return weight_D.new_empty((parts, sums, weight_D.shape[0]), dtype=torch.float32)
 
 
-def _sum(
-    partial: torch.Tensor, dweight_D: torch.Tensor, dbias_D: torch.Tensor, wanted: Wanted
+def sum_parts(
+    partial: torch.Tensor, dweight_D: torch.Tensor | None, dbias_D: torch.Tensor | None
 ) -> None:
+    """Sum ``partial (parts, sums, D)`` over its parts, in order, into one or two vectors."""
     parts, sums, width = partial.shape
     tile = tuned.lookup_columns("sum", _capability(partial.device))
     kernels.norm_sum_kernel[(cdiv(width, tile.block_d), sums)](
         partial,
-        dweight_D if wanted.weight else None,
-        dbias_D if wanted.bias else None,
+        dweight_D,
+        dbias_D,
         parts,
         D=width,
         BLOCK_P=tile.block_t,
@@ -261,13 +263,6 @@ def _rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
             return tensor, tensor.stride(0)
         tensor = tensor.contiguous()
     return tensor, None
-
-
-def _function(activation: str | None, dtype: torch.dtype) -> str | None:
-    """What the kernels call the activation of rows of ``dtype``."""
-    if activation != "gelu" or dtype == torch.float32:
-        return activation
-    return "gelu_16_bit_interpreted" if interpreting() else "gelu_16_bit"
 
 
 def _tile(direction: tuned.Direction, *loaded: torch.Tensor | None) -> Tile:

@@ -34,7 +34,7 @@ def norm_linear(
     product for the gradient of ``w`` reads it from there. The second time ``y`` has the same bits.
     Raises ShapeError.
     """
-    check_norm("norm_linear", x, weight_D, bias_D, residual, kind, cast, activation)
+    check_norm("norm_linear", x, weight_D, bias_D, residual, kind, eps, cast, activation)
     check.shape("norm_linear", "w", w_OD, None, x.shape[-1])
     if bias_O is not None:
         check.shape("norm_linear", "bias_O", bias_O, w_OD.shape[0])

@@ -54,6 +54,7 @@ def checked_norm(
         raise ShapeError(f"{op}: eps = {eps}, expected a number of at least 0")
     check.shape(op, "q_weight", q_weight_C, x.shape[-1])
     check.shape(op, "k_weight", k_weight_C, x.shape[-1])
+    check.floating(op, q_weight=q_weight_C, k_weight=k_weight_C)
     check.same_device(op, q=x, q_weight=q_weight_C, k_weight=k_weight_C)
     return QKNormOptions(eps=eps, cast=cast, offset=offset)
 

@@ -85,13 +85,13 @@ def qk_norm_rope_backward(
     eps: float,
     cast: str,
     offset: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q and k, contiguous, and of both weights, fp32 (2, C)."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q and k, contiguous, and of both weights."""
     from slipstream.ops.rope import launch  # noqa: PLC0415
 
     dq, dk = _like(q_BLHC), _like(k_BLGC)
     options = QKNormOptions(eps=eps, cast=cast, offset=offset)
-    dweights_2C = launch.norm_backward(
+    dweights = launch.norm_backward(
         (dq_BLHC, dk_BLGC, None),
         (q_BLHC, k_BLGC),
         (dq, dk, None),
@@ -99,7 +99,7 @@ def qk_norm_rope_backward(
         launch.Sizes.of(q_BLHC, k_BLGC),
         launch.QKNorm(q_weight_C=q_weight_C, k_weight_C=k_weight_C, options=options),
     )
-    return dq, dk, dweights_2C
+    return dq, dk, *dweights
 
 
 @qk_norm_rope_backward.register_fake
@@ -115,9 +115,9 @@ def _(
     eps: float,
     cast: str,
     offset: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dweights_2C = q_BLHC.new_empty((2, q_BLHC.shape[3]), dtype=torch.float32)
-    return _like(q_BLHC), _like(k_BLGC), dweights_2C
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dweights = q_weight_C.new_empty(q_weight_C.shape), k_weight_C.new_empty(k_weight_C.shape)
+    return _like(q_BLHC), _like(k_BLGC), *dweights
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
@@ -150,6 +150,5 @@ class _QKNormRope(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return (None,) * 7
         saved, o = ctx.saved_tensors, ctx.options
-        dq, dk, dweights_2C = qk_norm_rope_backward(*grads, *saved, o.eps, o.cast, o.offset)
-        dweights = (d.to(w.dtype) for d, w in zip(dweights_2C, saved[2:4], strict=True))
-        return dq, dk, *dweights, None, None, None
+        gradients = qk_norm_rope_backward(*grads, *saved, o.eps, o.cast, o.offset)
+        return *gradients, None, None, None

@@ -37,6 +37,7 @@ def qkv_rope(
     """
     op = "qkv_rope"
     check.shape(op, "qkv", qkv_BLP, None, None, None)
+    check.floating(op, qkv=qkv_BLP)
     if not (heads > 0 and kv_heads > 0):
         raise ShapeError(f"{op}: heads = {heads}, kv_heads = {kv_heads}, expected 1 or more")
     columns = heads + 2 * kv_heads

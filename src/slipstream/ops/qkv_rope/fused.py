@@ -88,8 +88,8 @@ def qkv_rope_backward(
     eps: float,
     cast: str,
     offset: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of qkv, and those of both weights, fp32 (2, C), empty without a norm.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of qkv and of both weights, the latter empty without a norm.
 
     ``qkv`` is None without a norm. Of the gradients of the outputs at least one is there.
     """
@@ -102,9 +102,10 @@ def qkv_rope_backward(
     norm = launch.QKNorm.of(q_weight_C, k_weight_C, eps, cast, offset)
     if norm is None or qkv_BLP is None:
         launch.turn(grads, (dq, dk, dv), tables, sizes, inverse=True)
-        return dqkv_BLP, dqkv_BLP.new_empty(0)
+        return dqkv_BLP, dqkv_BLP.new_empty(0), dqkv_BLP.new_empty(0)
     inputs = options.split(qkv_BLP)[:2]
-    return dqkv_BLP, launch.norm_backward(grads, inputs, (dq, dk, dv), tables, sizes, norm)
+    dweights = launch.norm_backward(grads, inputs, (dq, dk, dv), tables, sizes, norm)
+    return dqkv_BLP, *dweights
 
 
 @qkv_rope_backward.register_fake
@@ -122,11 +123,11 @@ def _(
     eps: float,
     cast: str,
     offset: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dqkv_BLP = _dqkv((dq_BLHC, dk_BLGC, dv_BLGC), _options(heads, kv_heads))
-    if q_weight_C is None:
-        return dqkv_BLP, dqkv_BLP.new_empty(0)
-    return dqkv_BLP, dqkv_BLP.new_empty((2, q_weight_C.shape[0]), dtype=torch.float32)
+    if q_weight_C is None or k_weight_C is None:
+        return dqkv_BLP, dqkv_BLP.new_empty(0), dqkv_BLP.new_empty(0)
+    return dqkv_BLP, q_weight_C.new_empty(q_weight_C.shape), k_weight_C.new_empty(k_weight_C.shape)
 
 
 def _options(heads: int, kv_heads: int) -> QKVOptions:
@@ -166,10 +167,9 @@ class _QKVRope(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return (None,) * 6
         saved, numbers = ctx.saved_tensors, _numbers(ctx.options)
-        dqkv_BLP, dweights_2C = qkv_rope_backward(*grads, *saved, *numbers)
+        dqkv_BLP, *dweights = qkv_rope_backward(*grads, *saved, *numbers)
         if ctx.options.norm is None:
             return dqkv_BLP, None, None, None, None, None
-        dweights = (d.to(w.dtype) for d, w in zip(dweights_2C, saved[1:3], strict=True))
         return dqkv_BLP, *dweights, None, None, None
 
 

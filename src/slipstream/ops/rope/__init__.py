@@ -37,6 +37,7 @@ def check_heads(
     batch, length, _, width = q_BLHC.shape
     check.shape(op, "k", k_BLGC, batch, length, None, width)
     check_tables(op, cos_LC, sin_LC, length, width)
+    check.floating(op, q=q_BLHC, k=k_BLGC)
     check.same_device(op, q=q_BLHC, k=k_BLGC, cos=cos_LC, sin=sin_LC)
 
 
@@ -48,6 +49,7 @@ def check_tables(
     pairs = cos_LC.shape[1]
     check.shape(op, "cos", cos_LC, length, pairs)
     check.shape(op, "sin", sin_LC, length, pairs)
+    check.floating(op, cos=cos_LC, sin=sin_LC)
     if 2 * pairs > width:
         raise ShapeError(f"{op}: tables turn {2 * pairs} features, heads have {width}")
 

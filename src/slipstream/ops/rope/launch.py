@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.ops.norm.launch import sum_parts
 from slipstream.ops.rope.kernels import qk_norm_rope_bwd_kernel, rope_kernel
 from slipstream.ops.rope.options import QKNormOptions
 from slipstream.ops.rope.tuned import Tile, lookup, programs
@@ -108,15 +109,17 @@ def norm_backward(
     sizes: Sizes,
     norm: QKNorm,
     tile: Tile | None = None,
-) -> torch.Tensor:
-    """Write the gradients of (q, k, v) before norm and rotation; return those of the weights.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the gradients of (q, k, v) before norm and rotation; return those of both weights.
 
-    The latter are fp32, ``(2, C)``, summed over programs in a fixed order.
+    The latter are summed over programs in fp32, in a fixed order, and rounded once.
     ``grads`` and ``outputs`` are (q, k, v), ``inputs`` (q, k); a gradient None is zeros.
     """
     dq, dk, _ = outputs
+    weights = norm.q_weight_C.contiguous(), norm.k_weight_C.contiguous()
+    dweights = weights[0].new_empty(sizes.width), weights[1].new_empty(sizes.width)
     if not sizes.tokens:
-        return dq.new_zeros((2, sizes.width), dtype=torch.float32)
+        return dweights[0].zero_(), dweights[1].zero_()
     dq_out, dk_out, dv_out = (_side_by_side(t) for t in grads)
     q, k = (_side_by_side(t) for t in inputs)
     cos, sin = (table.contiguous() for table in tables)
@@ -127,7 +130,6 @@ def norm_backward(
     v_blocks = 0 if outputs[2] is None else k_blocks
     grid = min(programs(tile, dq), q_blocks + k_blocks + v_blocks)
     partial_P2C = dq.new_empty((grid, 2, sizes.width), dtype=torch.float32)
-    weights = norm.q_weight_C.contiguous(), norm.k_weight_C.contiguous()
     qk_norm_rope_bwd_kernel[(grid,)](
         dq_out, dk_out, dv_out, q, k, *outputs, cos, sin, *weights, partial_P2C,
         sizes.tokens, sizes.length, q_blocks, k_blocks, v_blocks,
@@ -135,9 +137,11 @@ def norm_backward(
         float(norm.options.eps), float(norm.options.offset),
         H=sizes.heads, G=sizes.kv_heads, C=sizes.width, R=cos.shape[1],
         STRIDE_Q=_token_stride(dq), STRIDE_K=_token_stride(dk),
-        LLAMA=norm.options.cast == "llama", num_warps=tile.num_warps, **meta,
+        LLAMA=norm.options.cast == "llama", STAGES=tile.num_stages,
+        num_warps=tile.num_warps, maxnreg=tile.max_registers, **meta,
     )  # fmt: skip
-    return partial_P2C.sum(0)
+    sum_parts(partial_P2C, *dweights)
+    return dweights
 
 
 def _blocks(width: int, pairs: int, tile: Tile) -> dict[str, int]:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+REGISTERS = 65536
+"""Of a multiprocessor; a thread has at most 255."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
@@ -15,6 +18,15 @@ class Tile:
     num_warps: int
     programs_per_sm: int = 0
     """Size of the grid of ``norm_backward``, whose programs go through many tiles each."""
+    num_stages: int = 1
+    """Tiles in registers and on their way there; 1: none is loaded ahead."""
+
+    @property
+    def max_registers(self) -> int | None:
+        """Of a thread, so that all programs of the grid run at once; None: no limit."""
+        if not self.programs_per_sm:
+            return None
+        return min(255, REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
 
 
 INTERPRETER = 0
@@ -32,12 +44,12 @@ TABLE: dict[tuple[str, int], tuple[tuple[int, Tile], ...]] = {
         (INTERPRETER, Tile(features=2048, num_warps=4)),
     ),
     ("norm_backward", 2): (
-        (80, Tile(features=2048, num_warps=4, programs_per_sm=20)),
-        (INTERPRETER, Tile(features=256, num_warps=4)),
+        (80, Tile(features=2048, num_warps=4, programs_per_sm=5, num_stages=3)),
+        (INTERPRETER, Tile(features=256, num_warps=4, num_stages=2)),
     ),
     ("norm_backward", 4): (
-        (80, Tile(features=1024, num_warps=4, programs_per_sm=16)),
-        (INTERPRETER, Tile(features=256, num_warps=4)),
+        (80, Tile(features=1024, num_warps=4, programs_per_sm=4, num_stages=3)),
+        (INTERPRETER, Tile(features=256, num_warps=4, num_stages=2)),
     ),
 }
 """(pass, bytes per element) to tiles by the least compute capability, highest first."""

@@ -8,9 +8,10 @@ rows gets zeros. Nothing is added atomically.
 import triton
 import triton.language as tl
 
+from slipstream.ops.activation.kernels import gate_function
 from slipstream.ops.moe.experts.kernels import (
     TILE_ROWS,
-    gate_function,
+    add_product,
     length_of,
     locate,
     weight_block,
@@ -145,7 +146,7 @@ def moe_da_kernel(
         for k in tl.range(0, length_of(row, end, D, BLOCK_M), BLOCK_K, num_stages=STAGES):
             dout = dout_desc.load([row, k])
             w = weight_block(w2_desc, expert, n * BLOCK_N, k, False, TRANSPOSED, BLOCK_N, BLOCK_K)
-            acc = tl.dot(dout, w, acc, input_precision=PRECISION)
+            acc = add_product(acc, dout, w, PRECISION)
         # Widened last: 64-bit sums of rows cost forty registers here.
         rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
         here = rows < end
@@ -263,14 +264,14 @@ def moe_outer_kernel(
         tokens = tokens_of(order_ptr, row, end, TOP_K, GATHERS, DIRECT, BLOCK_K)
         left = full_block(left_ptr, left_desc, tokens, row, m, LEFT, GATHER_LEFT, BLOCK_M)
         right = full_block(right_ptr, right_desc, tokens, row, n, RIGHT, GATHER_RIGHT, BLOCK_N)
-        acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
+        acc = add_product(acc, left.T, right, PRECISION)
     if full < end:
         here = full + tl.arange(0, BLOCK_K) < end
         rows = (full + tl.arange(0, BLOCK_K)).to(tl.int64)
         tokens = tokens_of(order_ptr, full, end, TOP_K, GATHERS, False, BLOCK_K)
         left = part_block(left_ptr, tokens if GATHER_LEFT else rows, here, m, LEFT, BLOCK_M)
         right = part_block(right_ptr, tokens if GATHER_RIGHT else rows, here, n, RIGHT, BLOCK_N)
-        acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
+        acc = add_product(acc, left.T, right, PRECISION)
     rows = m + tl.arange(0, BLOCK_M)
     columns = n + tl.arange(0, BLOCK_N)
     out = out_ptr + (expert.to(tl.int64) * LEFT + rows[:, None]) * RIGHT + columns[None, :]

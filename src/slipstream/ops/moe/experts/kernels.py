@@ -9,6 +9,8 @@ of an expert; gathered rows come through pointers.
 import triton
 import triton.language as tl
 
+from slipstream.ops.activation.kernels import gate_function
+
 TILE_ROWS = tl.constexpr(128)
 
 
@@ -47,35 +49,6 @@ def gated_halves(block, INTERLEAVED: tl.constexpr):
     else:
         pairs = tl.permute(tl.reshape(block, (block.shape[0], 2, HALF)), (0, 2, 1))
     return tl.split(pairs)
-
-
-@triton.jit
-def gate_function(gate, alpha, ACTIVATION: tl.constexpr):
-    """The ungated function of fp32 ``gate`` and its derivative."""
-    if ACTIVATION == "silu":
-        sigmoid = tl.sigmoid(gate)
-        value = gate * sigmoid
-        slope = sigmoid + value * (1 - sigmoid)
-    elif ACTIVATION == "clamped":
-        sigmoid = tl.sigmoid(alpha * gate)
-        value = gate * sigmoid
-        slope = sigmoid + alpha * value * (1 - sigmoid)
-    elif ACTIVATION == "relu2":
-        positive = tl.maximum(gate, 0.0)
-        value = positive * positive
-        slope = 2 * positive
-    elif ACTIVATION == "gelu":
-        below = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
-        value = gate * below
-        slope = below + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
-    else:
-        tl.static_assert(ACTIVATION == "gelu_tanh")
-        square = gate * gate
-        below = tl.sigmoid(1.5957691216057308 * gate * (1 + 0.044715 * square))
-        value = gate * below
-        inner = 1.5957691216057308 * (1 + 3 * 0.044715 * square)
-        slope = below + value * (1 - below) * inner
-    return value, slope
 
 
 @triton.jit
@@ -133,6 +106,16 @@ def row_block(
 
 
 @triton.jit
+def add_product(acc, x, w, PRECISION: tl.constexpr):
+    """``acc + x w``; fp32 in full adds up by blocks, as cuBLAS does: long chains round more."""
+    if PRECISION == "ieee" and x.dtype == tl.float32:
+        # The number keeps the compiler from adding up in ``acc`` after all.
+        return acc + tl.dot(x, w, input_precision=PRECISION, max_num_imprecise_acc=2**30)
+    else:
+        return tl.dot(x, w, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def moe_up_kernel(
     x_ptr, x_desc, w_desc, bias_ptr, h_ptr, a_ptr, order_ptr, offsets_ptr, schedule_ptr,
     alpha, limit,
@@ -163,7 +146,7 @@ def moe_up_kernel(
         for k in tl.range(0, length_of(row, end, D, BLOCK_M), BLOCK_K, num_stages=STAGES):
             x = row_block(x_ptr, x_desc, tokens, row, k, D, GATHER, BLOCK_K)
             w = weight_block(w_desc, expert, first, k, SPLIT, TRANSPOSED, BLOCK_N, BLOCK_K)
-            acc = tl.dot(x, w, acc, input_precision=PRECISION)
+            acc = add_product(acc, x, w, PRECISION)
         columns = n * WIDTH + tl.arange(0, WIDTH)
         inside = here[:, None] & (columns < F)[None, :]
         wide_rows = rows.to(tl.int64)[:, None]
@@ -216,7 +199,7 @@ def moe_rows_kernel(
         for k in tl.range(0, length_of(row, end, WIDTH, BLOCK_M), BLOCK_K, num_stages=STAGES):
             x = row_block(x_ptr, x_desc, tokens, row, k, WIDTH, GATHER, BLOCK_K)
             w = weight_block(w_desc, expert, n * BLOCK_N, k, False, TRANSPOSED, BLOCK_N, BLOCK_K)
-            acc = tl.dot(x, w, acc, input_precision=PRECISION)
+            acc = add_product(acc, x, w, PRECISION)
         columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
         if bias_ptr is not None:
             bias = bias_ptr + expert.to(tl.int64) * OUT + columns

@@ -88,7 +88,8 @@ def _for_all(tile: Tile) -> dict[str, Tile]:
 _HOPPER = Tile(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 _HOPPER_DA = replace(_HOPPER, flatten=True, gather_before=True)
 _AMPERE = Tile(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=3)
-_FULL_PRECISION = Tile(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2)
+# A step of the contraction is a block of the sum: short ones round least.
+_FULL_PRECISION = Tile(block_m=64, block_n=64, block_k=16, num_warps=4, num_stages=2)
 _INTERPRETED = Tile(block_m=128, block_n=64, block_k=32, num_warps=4, num_stages=1)
 
 TABLE: list[Rule] = [
