@@ -22,7 +22,7 @@ from slipstream.integrations.hf_optimize_probe import (
     NormSettings,
     RouterSettings,
 )
-from slipstream.integrations.hf_optimize_state import KEY, ours, settings_if_plain, state_of
+from slipstream.integrations.hf_optimize_state import KEY, ours, runs, settings_if_plain, state_of
 from slipstream.nn.offload import offloading
 from slipstream.nn.saved import Recompute, recomputed, region
 from slipstream.ops import moe
@@ -133,9 +133,7 @@ def _whole(gate: nn.Module, experts: Any) -> bool:
         return False
     # Hooks may stay: a recorder of router logits reads the first of what the call returns.
     state = state_of(gate)
-    if state is None or state.kind != "router":
-        return False
-    return gate.__dict__["forward"].__func__ is state.forward
+    return state is not None and state.kind == "router" and runs(gate, state)
 
 
 def _is_elsewhere(experts: nn.Module) -> bool:

@@ -79,13 +79,17 @@ def bind(module: nn.Module, kind: str, forward: Callable[..., Any], settings: An
 def unbind(module: nn.Module) -> None:
     """Put back what ``bind`` replaced; a wrapper put around ours since then stays."""
     state = module.__dict__.pop(KEY)
-    bound = module.__dict__.get("forward")
-    if getattr(bound, "__func__", None) is not state.forward:
+    if not runs(module, state):
         return
     if state.own:
         module.__dict__["forward"] = MethodType(state.stock, module)
     else:
         del module.__dict__["forward"]
+
+
+def runs(module: nn.Module, state: State) -> bool:
+    """Whether the module's forward is still ours, and no wrapper around it."""
+    return getattr(module.__dict__.get("forward"), "__func__", None) is state.forward
 
 
 def hooked(module: nn.Module) -> bool:
@@ -103,6 +107,4 @@ def settings_if_plain(module: nn.Module, kind: str) -> Any:
     state = module.__dict__.get(KEY)
     if state is None or state.kind != kind or hooked(module):
         return None
-    if module.__dict__["forward"].__func__ is not state.forward:
-        return None
-    return state.settings
+    return state.settings if runs(module, state) else None
