@@ -98,6 +98,10 @@ def test_a_budget_is_planned_and_kept():
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with pytest.raises(ConfigError, match="the least this model and batch can do with is"):
         slipstream.optimize(model, 1e-6, sample)
+    slipstream.restore(model)
+    with pytest.raises(ConfigError, match="the least this model and batch can do with is"):
+        slipstream.optimize(model, 1e-6, sample)
+    assert not slipstream.optimize(model).already, "a refused budget leaves the model as it was"
     with pytest.raises(ConfigError, match="needs sample"):
         slipstream.optimize(model, 64.0)
 

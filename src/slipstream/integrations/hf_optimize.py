@@ -152,7 +152,8 @@ def optimize(
     two), attention, layer and loss.
     ``recompute_budget_gib``: GiB that the peak of a training call on ``sample``, its keyword
     arguments, may have, all that is allocated now included; layers then give up what costs least
-    to make again. Optimizing twice changes nothing but that. Raises ConfigError.
+    to make again. Optimizing twice changes nothing but that. Raises ConfigError, the model then
+    being as it was.
     """
     _check(model)
     left = _kinds(skip)
@@ -172,7 +173,12 @@ def optimize(
     report = replace(_report(model, kept), already=bool(already))
     if recompute_budget_gib is None or sample is None:
         return report
-    return replace(report, plan=_plan(model, sample, recompute_budget_gib))
+    try:
+        return replace(report, plan=_plan(model, sample, recompute_budget_gib))
+    except BaseException:
+        if not already:
+            restore(model)
+        raise
 
 
 def _plan(model: nn.Module, sample: Mapping[str, Any], budget_gib: float) -> recompute.Plan:
