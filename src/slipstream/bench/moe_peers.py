@@ -19,7 +19,7 @@ from torch import nn
 from slipstream import __version__
 from slipstream.bench.environment import version
 from slipstream.bench.moe_problem import Problem, gated_mlp
-from slipstream.errors import ConfigError
+from slipstream.bench.peer_names import chosen_names
 from slipstream.ops import moe
 from slipstream.ops.moe.experts import Save
 from slipstream.verify.budget import Results
@@ -271,15 +271,4 @@ PEERS = {
 
 def select(names: str) -> list[Peer]:
     """Peers of a comma-separated list; ``all``, and ``-name`` takes one away. ConfigError."""
-    chosen: list[str] = []
-    for word in (part.strip() for part in names.split(",")):
-        name = word.removeprefix("-")
-        if name != "all" and name not in PEERS:
-            raise ConfigError(f"--peers {word}: there are all, {', '.join(PEERS)}")
-        if word.startswith("-"):
-            chosen = [n for n in chosen if n != name]
-        else:
-            chosen += [n for n in (PEERS if name == "all" else [name]) if n not in chosen]
-    if not chosen:
-        raise ConfigError(f"--peers {names}: nothing left to measure; name at least one peer")
-    return [PEERS[name] for name in chosen]
+    return [PEERS[name] for name in chosen_names(names, PEERS)]

@@ -10,7 +10,7 @@ import torch
 from slipstream import __version__
 from slipstream.bench.environment import version
 from slipstream.bench.ops_case import Function, Missing
-from slipstream.errors import ConfigError
+from slipstream.bench.peer_names import chosen_names
 
 PEERS = (
     "slipstream", "slipstream-keep", "eager", "compiled", "torch", "liger", "liger-fp32"
@@ -21,18 +21,7 @@ PEERS = (
 
 def select(names: str) -> list[str]:
     """Peers of a comma-separated list; ``all``, and ``-name`` takes one away. ConfigError."""
-    chosen: list[str] = []
-    for word in (part.strip() for part in names.split(",")):
-        name = word.removeprefix("-")
-        if name != "all" and name not in PEERS:
-            raise ConfigError(f"--peers {word}: there are all, {', '.join(PEERS)}")
-        if word.startswith("-"):
-            chosen = [n for n in chosen if n != name]
-        else:
-            chosen += [n for n in (PEERS if name == "all" else [name]) if n not in chosen]
-    if not chosen:
-        raise ConfigError(f"--peers {names}: nothing left to measure; name at least one peer")
-    return chosen
+    return chosen_names(names, PEERS)
 
 
 def peer_version(name: str) -> str | None:

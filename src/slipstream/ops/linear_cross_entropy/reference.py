@@ -3,12 +3,10 @@
 It serves fp64 calls and is never chosen for training: see ``launch.py`` for the fast one.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from slipstream.ops.add_to import AddTo
 from slipstream.ops.check import compute_dtype
 from slipstream.ops.linear_cross_entropy.options import LossOptions, sums_of
 
@@ -23,7 +21,7 @@ def loss_reference(
 ) -> tuple[torch.Tensor, ...]:
     """Per-token cross entropy (0 where ignored) and logsumexp of the logits, or their sums."""
     wide = compute_dtype(x_TD)
-    w_VD = w_VD.to(wide) if accumulate is None else _AddTo.apply(w_VD.to(wide), accumulate)
+    w_VD = w_VD.to(wide) if accumulate is None else AddTo.apply(w_VD.to(wide), accumulate)
     logits_TV = x_TD.to(wide) @ w_VD.T
     if options.softcap is not None:
         logits_TV = options.softcap * torch.tanh(logits_TV / options.softcap)
@@ -36,18 +34,3 @@ def loss_reference(
     )
     lse_T = torch.logsumexp(logits_TV, dim=-1)
     return sums_of(loss_T, lse_T, targets_T, options) if sums else (loss_T, lse_T)
-
-
-class _AddTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        ctx.buffer = buffer
-        return weight.view_as(weight)
-
-    @staticmethod
-    @once_differentiable
-    # once_differentiable's own type hides the parameter names.
-    # pyrefly: ignore[bad-override]
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
-        ctx.buffer += grads[0]
-        return None, None

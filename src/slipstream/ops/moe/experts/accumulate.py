@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from slipstream.errors import ConfigError, ShapeError
 from slipstream.ops import check
+from slipstream.ops.add_to import AddTo
 
 Accumulate = tuple[torch.Tensor, torch.Tensor]
 """Where the gradients of w13 and w2 are added: fp32, shaped like them."""
@@ -55,22 +55,7 @@ def adding(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         accumulate: Accumulate | None = None,
     ) -> torch.Tensor:
         if accumulate is not None:
-            w13, w2 = _AddTo.apply(w13, accumulate[0]), _AddTo.apply(w2, accumulate[1])
+            w13, w2 = AddTo.apply(w13, accumulate[0]), AddTo.apply(w2, accumulate[1])
         return run(x, w13, w2, *args)
 
     return wrapped
-
-
-class _AddTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        ctx.buffer = buffer
-        return weight.view_as(weight)
-
-    @staticmethod
-    @once_differentiable
-    # once_differentiable's own type hides the parameter names.
-    # pyrefly: ignore[bad-override]
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
-        ctx.buffer += grads[0]
-        return None, None
