@@ -155,9 +155,14 @@ def activation_backward(
     weight_TK: torch.Tensor | None,
     layout: Layout,
     options: ExpertsOptions,
+    *,
+    overwrite: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``dh (N, P)`` in the row order of w13, weighted ``a (N, F)``, ``dweight`` (T, K) or None."""
-    dh_NP, aw_NF = torch.empty_like(h_NP), torch.empty_like(da_NF)
+    """``dh (N, P)`` in the row order of w13, weighted ``a (N, F)``, ``dweight`` (T, K) or None.
+
+    ``overwrite``: ``dh`` takes the place of ``h``.
+    """
+    dh_NP, aw_NF = _for_dh(h_NP, options, overwrite), torch.empty_like(da_NF)
     dweight_TK = None if weight_TK is None else torch.empty_like(weight_TK)
     hidden, together = da_NF.shape[1], _together(da_NF)
     block = min(MAX_POINTWISE, next_power_of_2(hidden))
@@ -179,13 +184,15 @@ def da_activation(
     layout: Layout,
     options: ExpertsOptions,
     tile: Tile,
+    *,
+    overwrite: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """``activation_backward`` of ``rows @ w2`` in one launch, which never writes the product.
 
     ``dh`` and ``a`` are not written past the last offset.
     """
     hidden, blocks = w2_EDF.shape[2], cdiv(w2_EDF.shape[2], tile.block_n)
-    dh_NP, aw_NF = torch.empty_like(h_NP), h_NP.new_empty(h_NP.shape[0], hidden)
+    dh_NP, aw_NF = _for_dh(h_NP, options, overwrite), h_NP.new_empty(h_NP.shape[0], hidden)
     partial = None
     if weight_TK is not None:
         partial = weight_TK.new_zeros(*weight_TK.shape, blocks)
@@ -320,6 +327,12 @@ def aligned_weight(weight: torch.Tensor) -> torch.Tensor:
     if laid_out and weight.data_ptr() % ALIGN_BYTES == 0:
         return weight
     return weight.clone(memory_format=torch.contiguous_format)
+
+
+def _for_dh(h_NP: torch.Tensor, options: ExpertsOptions, overwrite: bool) -> torch.Tensor:
+    # A program reads gate and up of an element before it writes their gradients there; interleaved
+    # gradients lie elsewhere than what they are made from.
+    return h_NP if overwrite and not options.interleaved else torch.empty_like(h_NP)
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -83,11 +83,13 @@ def backward(
     w13_EPD, w2_EDF = launch.aligned_weight(w13_EPD), launch.aligned_weight(w2_EDF)
     weight_TK = None if weight_TK is None else weight_TK.contiguous()
     tiles = {product: _tile(product, x_TD, layout, w2_EDF) for product in tuned.PRODUCTS}
+    saved = h_NP is not None
     h_NP = _kept(h_NP, x_TD, w13_EPD, b13_EP, layout, options, tiles["up"])
     rows_ND, gather = _rows_of(dout, weight_TK, layout, tiles)
     dh_NP, aw_NF, dweight_TK = activation_backward(
-        rows_ND, w2_EDF, h_NP, weight_TK, layout, options, tiles["da"], gather=gather
-    )
+        rows_ND, w2_EDF, h_NP, weight_TK, layout, options, tiles["da"],
+        gather=gather, overwrite=not saved,
+    )  # fmt: skip
     del h_NP
 
     dw2 = dx = dw13 = db13 = db2 = None
@@ -127,15 +129,19 @@ def activation_backward(
     tile: tuned.Tile,
     *,
     gather: bool,
+    overwrite: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """``dh (N, P)``, weighted ``a (N, F)`` and ``dweight`` from ``da = rows @ w2``.
 
-    ``rows``: (N, D), or the tokens (T, D) where ``gather``.
+    ``rows``: (N, D), or the tokens (T, D) where ``gather``. ``overwrite``: ``h`` is not needed any
+    more, so ``dh`` may take its place.
     """
     if tile.fuse and not gather and not options.interleaved:
-        return launch.da_activation(rows, w2_EDF, h_NP, weight_TK, layout, options, tile)
+        return launch.da_activation(
+            rows, w2_EDF, h_NP, weight_TK, layout, options, tile, overwrite=overwrite
+        )
     da_NF = launch.rows(rows, w2_EDF.mT, None, layout, tile, gather=gather)
-    return launch.activation_backward(da_NF, h_NP, weight_TK, layout, options)
+    return launch.activation_backward(da_NF, h_NP, weight_TK, layout, options, overwrite=overwrite)
 
 
 def _kept(
