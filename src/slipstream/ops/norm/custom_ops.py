@@ -3,6 +3,8 @@
 Triton is imported when an op first runs, so that importing Slipstream does not need it.
 """
 
+from typing import Any
+
 import torch
 
 from slipstream.ops.custom import custom_op
@@ -37,12 +39,9 @@ def _(
     bias_D: torch.Tensor | None,
     residual: torch.Tensor | None,
     kind: str,
-    eps: float,
-    cast: str,
-    offset: float,
-    activation: str | None,
-    with_s: bool,
+    *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with_s = rest[-1]
     num_rows = x.shape[:-1].numel()
     stats = x.new_empty(2 * num_rows if kind == "layer" else num_rows, dtype=torch.float32)
     return x.new_empty(x.shape), x.new_empty(x.shape if with_s else 0), stats
@@ -92,17 +91,9 @@ def _(
     stats: torch.Tensor,
     weight_D: torch.Tensor,
     bias_D: torch.Tensor | None,
-    kind: str,
-    eps: float,
-    cast: str,
-    offset: float,
-    activation: str | None,
-    want_x: bool,
-    want_residual: bool,
-    want_weight: bool,
-    want_bias: bool,
-    y_dtype: torch.dtype | None,
+    *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    want_x, want_residual, want_weight, want_bias, y_dtype = rest[-5:]
     like = x if s is None else s
     assert like is not None
     width, bias_dtype = like.shape[-1], (weight_D if bias_D is None else bias_D).dtype

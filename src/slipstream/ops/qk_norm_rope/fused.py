@@ -61,13 +61,7 @@ def qk_norm_rope_forward(
 def _(
     q_BLHC: torch.Tensor,
     k_BLGC: torch.Tensor,
-    q_weight_C: torch.Tensor,
-    k_weight_C: torch.Tensor,
-    cos_LC: torch.Tensor,
-    sin_LC: torch.Tensor,
-    eps: float,
-    cast: str,
-    offset: float,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _like(q_BLHC), _like(k_BLGC)
 
@@ -110,11 +104,7 @@ def _(
     k_BLGC: torch.Tensor,
     q_weight_C: torch.Tensor,
     k_weight_C: torch.Tensor,
-    cos_LC: torch.Tensor,
-    sin_LC: torch.Tensor,
-    eps: float,
-    cast: str,
-    offset: float,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dweights = q_weight_C.new_empty(q_weight_C.shape), k_weight_C.new_empty(k_weight_C.shape)
     return _like(q_BLHC), _like(k_BLGC), *dweights

@@ -3,6 +3,8 @@
 Triton is imported when an op first runs, so that importing Slipstream does not need it.
 """
 
+from typing import Any
+
 import torch
 
 from slipstream.ops.custom import custom_op
@@ -132,21 +134,10 @@ def _(
     b13_EP: torch.Tensor | None,
     b2_ED: torch.Tensor | None,
     weight_TK: torch.Tensor | None,
-    expert_TK: torch.Tensor,
-    order_N: torch.Tensor,
-    position_N: torch.Tensor,
-    offsets_E1: torch.Tensor,
-    schedule: torch.Tensor,
-    top_k: int,
-    activation: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float,
-    weight_dtype: torch.dtype,
-    need_x: bool,
-    need_w13: bool,
-    need_w2: bool,
+    *rest: Any,
 ) -> list[torch.Tensor]:
+    weight_dtype, need_x, need_w13, need_w2 = rest[-4:]
+
     def like(tensor: torch.Tensor | None, wanted: bool = True) -> torch.Tensor:
         if tensor is None or not wanted:
             return x_TD.new_empty(0)
