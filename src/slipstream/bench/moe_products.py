@@ -9,9 +9,6 @@ from slipstream.ops.moe.experts import launch, passes
 from slipstream.ops.moe.experts.options import ExpertsOptions
 from slipstream.ops.moe.experts.tuned import Tile
 
-GATHERING = ("up", "da", "dw13", "dw2")
-"""Products with an operand that is gathered, inside the product or before it."""
-
 
 class Products:
     """Inputs of every product, built once."""
@@ -27,8 +24,8 @@ class Products:
         self.options = ExpertsOptions(activation="swiglu")
         self.x_TD, self.dout_TD, self.w13, self.w2 = x_TD, problem.dout_TD, w13, w2
         rows = shape.tokens * shape.top_k
-        self.a_NF = x_TD.new_empty(rows, shape.hidden).normal_()
-        self.dh_NP = x_TD.new_empty(rows, 2 * shape.hidden).normal_()
+        self.a_NF = x_TD.new_empty(rows + self.layout.room, shape.hidden).normal_()
+        self.dh_NP = x_TD.new_empty(rows + self.layout.room, 2 * shape.hidden).normal_()
         self.h_NP = torch.randn_like(self.dh_NP)
         self.weight_TK = routing.weight_TK.contiguous()
         self._gathered: dict[str, torch.Tensor] = {}
@@ -38,11 +35,13 @@ class Products:
 
         ``da`` is timed together with the backward of the activation, which may be fused with it.
         """
-        gather = product in GATHERING and not tile.gather_before
+        gather = product == "da" and not tile.gather_before
         tokens = self.dout_TD if product in ("da", "dw2") else self.x_TD
         before = product in ("da", "dw13", "dw2") and not gather
         if before and product not in self._gathered:
-            self._gathered[product] = launch.spread_rows(tokens, None, self.layout)
+            self._gathered[product] = launch.spread_rows(
+                tokens, None, self.layout, room=self.layout.room
+            )
         rows = self._gathered[product] if before else tokens
         if product == "up":
             return lambda: launch.up(
@@ -59,24 +58,10 @@ class Products:
         if product == "dx":
             return lambda: launch.rows(self.dh_NP, self.w13.mT, None, self.layout, tile)
         if product == "dw13":
-            return self._outer(self.dh_NP, rows, tile, gather_right=gather, like=self.w13)
-        return self._outer(rows, self.a_NF, tile, gather_left=gather, like=self.w2)
-
-    def gather(self) -> torch.Tensor:
-        """The gather that a product with ``gather_before`` needs first."""
-        return launch.spread_rows(self.x_TD, None, self.layout)
+            return self._outer(self.dh_NP, rows, tile, like=self.w13)
+        return self._outer(rows, self.a_NF, tile, like=self.w2)
 
     def _outer(
-        self,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        tile: Tile,
-        *,
-        like: torch.Tensor,
-        gather_left: bool = False,
-        gather_right: bool = False,
+        self, left: torch.Tensor, right: torch.Tensor, tile: Tile, *, like: torch.Tensor
     ) -> Call:
-        return lambda: launch.outer(
-            left, right, self.layout, tile,
-            gather_left=gather_left, gather_right=gather_right, like=like, into=None,
-        )  # fmt: skip
+        return lambda: launch.outer(left, right, self.layout, tile, like=like, into=None)

@@ -25,8 +25,6 @@ from slipstream.ops.moe.experts.tuned import Rule, Tile
 MAX_COMPILERS = 12
 WORK = {"up": 4, "down": 2, "da": 2, "dx": 4, "dw13": 4, "dw2": 2}
 """FLOPs of a product over N*D*F."""
-SHARED_GATHER = ("da", "dw2")
-"""Products that read the same gathered rows, so that one gather before serves both."""
 
 
 def _tile(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int) -> Tile:
@@ -67,16 +65,15 @@ def candidates(product: str, dtype: torch.dtype) -> list[Tile]:
     """Tiles worth measuring for ``product``."""
     if dtype == torch.float32:
         tiles = _FULL_PRECISION
-    elif product.startswith("dw"):
-        tiles = _OUTER
     else:
-        tiles = [replace(tile, flatten=flat) for tile in _ROWS for flat in (False, True)]
-        tiles += [replace(tile, programs_per_sm=2) for tile in _ROWS if tile.block_n == 128]
-    if product not in ("da", "dw13", "dw2"):
+        some = _OUTER if product.startswith("dw") else _ROWS
+        tiles = [replace(tile, flatten=flat) for tile in some for flat in (False, True)]
+        tiles += [replace(tile, programs_per_sm=2) for tile in some if tile.block_n == 128]
+    if product != "da":
         return tiles
+    # The rows of dout are there: dw2 wants them copied out.
     before = [replace(tile, gather_before=True) for tile in tiles]
-    fused = [replace(tile, fuse=True) for tile in before] if product == "da" else []
-    return tiles + before + fused
+    return before + [replace(tile, fuse=True) for tile in before]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,48 +163,27 @@ def _best(request: TuneRequest, problem: Problem, say: Callable[[str], None]) ->
     from slipstream.bench.moe_products import Products  # noqa: PLC0415
 
     products = Products(problem)
-    gather_ms = _time({"gather": products.gather}, request)["gather"]
-    measured: dict[str, dict[Tile, float]] = {}
-    standing = {name: _standing(problem, name) for name in tuned.PRODUCTS}
+    best: dict[str, Tuned] = {}
     for name in tuned.PRODUCTS:
         calls: dict[Tile, Call] = {}
-        for tile in dict.fromkeys((standing[name], *candidates(name, request.dtype))):
+        standing = _standing(problem, name)
+        for tile in dict.fromkeys((standing, *candidates(name, request.dtype))):
             call = products.call(name, tile)
             if _runs(call):
                 calls[tile] = call
         times = _time({str(i): call for i, call in enumerate(calls.values())}, request)
-        measured[name] = dict(zip(calls, times.values(), strict=True))
+        measured = dict(zip(calls, times.values(), strict=True))
         say(f"  {name}: {len(calls)} tiles, {min(times.values()):.3f} ms")
-    before = shares_gather(measured, gather_ms)
-    best = {}
-    for name, times in measured.items():
-        if name in SHARED_GATHER:
-            times = {tile: ms for tile, ms in times.items() if tile.gather_before == before}
-        elif name == "dw13":
-            times = {tile: ms + gather_ms * tile.gather_before for tile, ms in times.items()}
-        tile = min(times, key=times.__getitem__)
-        was = measured[name].get(standing[name], float("nan"))
+        tile = min(measured, key=measured.__getitem__)
         best[name] = Tuned(
             shape=problem.shape,
             product=name,
             tile=tile,
-            ms=measured[name][tile],
-            before_ms=was,
-            tried=len(measured[name]),
+            ms=measured[tile],
+            before_ms=measured.get(standing, float("nan")),
+            tried=len(measured),
         )
     return best
-
-
-def shares_gather(measured: dict[str, dict[Tile, float]], gather_ms: float) -> bool:
-    """Whether gathering once for both ``da`` and ``dw2`` beats gathering inside each."""
-    costs = {
-        before: sum(
-            min((ms for t, ms in measured[n].items() if t.gather_before == before), default=1e9)
-            for n in SHARED_GATHER
-        )
-        for before in (False, True)
-    }
-    return costs[True] + gather_ms < costs[False]
 
 
 def _standing(problem: Problem, product: str) -> Tile:

@@ -179,106 +179,128 @@ def moe_da_kernel(
 
 
 @triton.jit
-def tokens_of(
-    order_ptr, row, end,
-    TOP_K: tl.constexpr, GATHER: tl.constexpr, DIRECT: tl.constexpr, BLOCK_K: tl.constexpr,
+def moe_tails_kernel(
+    left_ptr, right_ptr, offsets_ptr, num_rows,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Where the data of ``BLOCK_K`` rows from ``row`` on lies: at their tokens, or at the rows.
+    """The last, partial block of each expert's rows again behind all rows, filled with zeros.
 
-    ``DIRECT`` hides the load from Triton's pipeliner. As an asynchronous copy it would be the last
-    in the queue, and waiting for it would drain all copies before it. The pipeliner runs ahead of
-    the loop's end, so the address is kept inside.
+    Of both operands of ``moe_outer_kernel``; an expert without rows gets a block of zeros.
     """
-    rows = row + tl.arange(0, BLOCK_K)
-    if not GATHER:
-        tokens = rows.to(tl.int64)
-    elif DIRECT:
-        pointers = order_ptr + tl.maximum(tl.minimum(rows, end - 1), 0)
-        slots = tl.inline_asm_elementwise(
-            "ld.global.nc.b64 $0, [$1];", "=l,l", [pointers], tl.int64, is_pure=True, pack=1
-        )
-        tokens = slots // TOP_K
-    else:
-        tokens = tl.load(order_ptr + rows, mask=rows < end, other=0) // TOP_K
-    return tokens
+    expert = tl.program_id(0)
+    block = tl.program_id(1)
+    start = tl.load(offsets_ptr + expert)
+    end = tl.load(offsets_ptr + expert + 1)
+    full = start + (end - start) // BLOCK_K * BLOCK_K
+    if full < end or start == end:
+        lane = tl.arange(0, BLOCK_K)
+        here = full + lane < end
+        source = (full + lane).to(tl.int64)
+        target = (num_rows + expert * BLOCK_K + lane).to(tl.int64)
+        of_left: tl.constexpr = (LEFT + BLOCK - 1) // BLOCK
+        if block < of_left:
+            copy_rows(left_ptr, source, target, here, block, LEFT, BLOCK)
+        else:
+            copy_rows(right_ptr, source, target, here, block - of_left, RIGHT, BLOCK)
 
 
 @triton.jit
-def full_block(
-    source_ptr, source_desc, tokens, row, column,
-    WIDTH: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Rows that are all there, ``BLOCK`` columns of them."""
-    columns = column + tl.arange(0, BLOCK)
-    if not GATHER:
-        block = source_desc.load([row, column])
-    elif WIDTH % BLOCK == 0:
-        block = tl.load(source_ptr + tokens[:, None] * WIDTH + columns[None, :])
-    else:
-        inside = (columns < WIDTH)[None, :]
-        block = tl.load(
-            source_ptr + tokens[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0
-        )
-    return block
+def copy_rows(ptr, source, target, here, block, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows ``source`` to rows ``target``, zeros where they are not ``here``."""
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    inside = (columns < WIDTH)[None, :]
+    rows = tl.load(
+        ptr + source[:, None] * WIDTH + columns[None, :], mask=inside & here[:, None], other=0.0
+    )
+    tl.store(ptr + target[:, None] * WIDTH + columns[None, :], rows, mask=inside)
 
 
 @triton.jit
-def part_block(source_ptr, tokens, here, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def part_block(source_ptr, rows, here, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of which some are there, zeros for the others."""
     columns = column + tl.arange(0, BLOCK)
     inside = (columns < WIDTH)[None, :] & here[:, None]
-    return tl.load(source_ptr + tokens[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
+    return tl.load(source_ptr + rows[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@triton.jit
+def write_columns(
+    block, out_ptr, row, column,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """Store columns of a weight gradient, or add them to what is there."""
+    rows = row + tl.arange(0, block.shape[0])
+    columns = column + tl.arange(0, block.shape[1])
+    out = out_ptr + rows[:, None] * RIGHT + columns[None, :]
+    inside = (rows < LEFT)[:, None] & (columns < RIGHT)[None, :]
+    if ACCUMULATE:
+        block += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out, block.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_entries", "num_rows"])
 def moe_outer_kernel(
-    left_ptr, left_desc, right_ptr, right_desc, out_ptr, order_ptr, offsets_ptr, schedule_ptr,
-    num_entries,
-    TOP_K: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr, DIRECT: tl.constexpr,
+    left_ptr, left_desc, right_ptr, right_desc, out_ptr, offsets_ptr, schedule_ptr,
+    num_entries, num_rows,
+    E: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TAILS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """``out[e] = left[rows of e]^T right[rows of e]`` (E, LEFT, RIGHT), added where ``ACCUMULATE``.
 
-    A gathered operand is read at the token of each row. The last, partial block of an expert is
-    masked apart from the loop, which then needs no masks. ``DIRECT``: see ``tokens_of``.
+    ``TAILS``: ``moe_tails_kernel`` has run, so the last, partial block of an expert is a load like
+    all others, and the loops over tiles and blocks are one: the next tile's loads run during the
+    end of this one. Else that block is masked, after the loop.
     """
-    GATHERS: tl.constexpr = GATHER_LEFT or GATHER_RIGHT
     num_m: tl.constexpr = (LEFT + BLOCK_M - 1) // BLOCK_M
     num_n: tl.constexpr = (RIGHT + BLOCK_N - 1) // BLOCK_N
-    tile = tl.program_id(0)
-    # The experts in order of size stand behind the tiles' entries.
-    expert = tl.load(schedule_ptr + 2 * (1 + num_entries + tile // (num_m * num_n)))
-    tile = tile % (num_m * num_n)
-    first = (tile // (GROUP * num_n)) * GROUP
-    size = tl.minimum(num_m - first, GROUP)
-    m = (first + (tile % (GROUP * num_n)) % size) * BLOCK_M
-    n = ((tile % (GROUP * num_n)) // size) * BLOCK_N
-    start = tl.load(offsets_ptr + expert)
-    end = tl.load(offsets_ptr + expert + 1)
-    full = start + (end - start) // BLOCK_K * BLOCK_K
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for row in tl.range(start, full, BLOCK_K, num_stages=STAGES):
-        tokens = tokens_of(order_ptr, row, end, TOP_K, GATHERS, DIRECT, BLOCK_K)
-        left = full_block(left_ptr, left_desc, tokens, row, m, LEFT, GATHER_LEFT, BLOCK_M)
-        right = full_block(right_ptr, right_desc, tokens, row, n, RIGHT, GATHER_RIGHT, BLOCK_N)
-        acc = add_product(acc, left.T, right, PRECISION)
-    if full < end:
-        here = full + tl.arange(0, BLOCK_K) < end
-        rows = (full + tl.arange(0, BLOCK_K)).to(tl.int64)
-        tokens = tokens_of(order_ptr, full, end, TOP_K, GATHERS, False, BLOCK_K)
-        left = part_block(left_ptr, tokens if GATHER_LEFT else rows, here, m, LEFT, BLOCK_M)
-        right = part_block(right_ptr, tokens if GATHER_RIGHT else rows, here, n, RIGHT, BLOCK_N)
-        acc = add_product(acc, left.T, right, PRECISION)
-    rows = m + tl.arange(0, BLOCK_M)
-    columns = n + tl.arange(0, BLOCK_N)
-    out = out_ptr + (expert.to(tl.int64) * LEFT + rows[:, None]) * RIGHT + columns[None, :]
-    inside = (rows < LEFT)[:, None] & (columns < RIGHT)[None, :]
-    if ACCUMULATE:
-        acc += tl.load(out, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    tiles: tl.constexpr = num_m * num_n
+    for index in tl.range(tl.program_id(0), E * tiles, tl.num_programs(0), flatten=TAILS):
+        # The experts in order of size stand behind the tiles' entries.
+        expert = tl.load(schedule_ptr + 2 * (1 + num_entries + index // tiles))
+        tile = index % tiles
+        first = (tile // (GROUP * num_n)) * GROUP
+        size = tl.minimum(num_m - first, GROUP)
+        m = (first + (tile % (GROUP * num_n)) % size) * BLOCK_M
+        n = ((tile % (GROUP * num_n)) // size) * BLOCK_N
+        start = tl.load(offsets_ptr + expert)
+        end = tl.load(offsets_ptr + expert + 1)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if TAILS:
+            blocks = tl.maximum((end - start + BLOCK_K - 1) // BLOCK_K, 1)
+            # One loop needs a block in each tile; the compiler does not see it in the line above.
+            tl.assume(blocks > 0)
+        else:
+            blocks = (end - start) // BLOCK_K
+        for block in tl.range(0, blocks, num_stages=STAGES):
+            row = start + block * BLOCK_K
+            if TAILS:
+                row = tl.where(row + BLOCK_K <= end, row, num_rows + expert * BLOCK_K)
+            left = left_desc.load([row, m])
+            right = right_desc.load([row, n])
+            acc = add_product(acc, left.T, right, PRECISION)
+        if not TAILS:
+            full = start + blocks * BLOCK_K
+            if full < end:
+                lane = tl.arange(0, BLOCK_K)
+                rows, here = (full + lane).to(tl.int64), full + lane < end
+                left = part_block(left_ptr, rows, here, m, LEFT, BLOCK_M)
+                right = part_block(right_ptr, rows, here, n, RIGHT, BLOCK_N)
+                acc = add_product(acc, left.T, right, PRECISION)
+        out = out_ptr + expert.to(tl.int64) * LEFT * RIGHT
+        if out_ptr.dtype.element_ty == tl.float32:
+            # A quarter at a time: all at once would need 128 KiB of shared memory, or registers.
+            one, two = column_halves(acc)
+            a, b = column_halves(one)
+            c, d = column_halves(two)
+            QUARTER: tl.constexpr = BLOCK_N // 4
+            write_columns(a, out, m, n, LEFT, RIGHT, ACCUMULATE)
+            write_columns(b, out, m, n + QUARTER, LEFT, RIGHT, ACCUMULATE)
+            write_columns(c, out, m, n + 2 * QUARTER, LEFT, RIGHT, ACCUMULATE)
+            write_columns(d, out, m, n + 3 * QUARTER, LEFT, RIGHT, ACCUMULATE)
+        else:
+            write_columns(acc, out, m, n, LEFT, RIGHT, ACCUMULATE)
 
 
 @triton.jit

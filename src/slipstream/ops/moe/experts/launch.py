@@ -18,6 +18,7 @@ from slipstream.ops.moe.experts.backward_kernels import (
     moe_da_kernel,
     moe_outer_kernel,
     moe_row_sum_kernel,
+    moe_tails_kernel,
 )
 from slipstream.ops.moe.experts.grouped import ALIGN_BYTES
 from slipstream.ops.moe.experts.kernels import (
@@ -31,6 +32,8 @@ from slipstream.ops.moe.experts.tuned import Tile
 from slipstream.ops.triton_support import cdiv, next_power_of_2
 
 MAX_POINTWISE = 4096
+TAIL_ROWS = 64
+"""Longest block of the contraction over rows that room for tails is made for."""
 ROWS_PER_TILE = TILE_ROWS.value
 
 
@@ -70,6 +73,11 @@ class Layout:
         """E."""
         return self.offsets_E1.shape[0] - 1
 
+    @property
+    def room(self) -> int:
+        """Rows behind the N that ``outer`` can use as ``moe_tails_kernel`` says."""
+        return self.num_experts * TAIL_ROWS
+
 
 def schedule(offsets_E1: torch.Tensor, num_rows: int) -> torch.Tensor:
     """``Routing.schedule`` from the offsets."""
@@ -93,10 +101,14 @@ def up(
     *,
     want_h: bool,
     want_a: bool,
+    room: int = 0,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """``h (N, P)`` and ``a (N, F)`` of tokens x (T, D); None for what is not wanted."""
+    """``h (N, P)`` and ``a (N, F)`` of tokens x (T, D); None for what is not wanted.
+
+    ``room``: rows that are allocated behind those of ``h``.
+    """
     rows, hidden = w13_EPD.shape[1], w13_EPD.shape[1] // (2 if options.gated else 1)
-    h = x.new_empty(layout.num_rows, rows) if want_h else None
+    h = x.new_empty(layout.num_rows + room, rows) if want_h else None
     a = x.new_empty(layout.num_rows, hidden) if want_a else None
     if not layout.num_rows:  # a descriptor cannot be empty
         return h, a
@@ -157,14 +169,15 @@ def activation_backward(
     options: ExpertsOptions,
     *,
     overwrite: bool = False,
+    room: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """``dh (N, P)`` in the row order of w13, weighted ``a (N, F)``, ``dweight`` (T, K) or None.
 
-    ``overwrite``: ``dh`` takes the place of ``h``.
+    ``overwrite``: ``dh`` takes the place of ``h``. ``room``: rows that are allocated behind both.
     """
-    dh_NP, aw_NF = _for_dh(h_NP, options, overwrite), torch.empty_like(da_NF)
-    dweight_TK = None if weight_TK is None else torch.empty_like(weight_TK)
     hidden, together = da_NF.shape[1], _together(da_NF)
+    dh_NP, aw_NF = _for_dh(h_NP, hidden, layout, options, overwrite, room)
+    dweight_TK = None if weight_TK is None else torch.empty_like(weight_TK)
     block = min(MAX_POINTWISE, next_power_of_2(hidden))
     moe_activation_bwd_kernel[(cdiv(layout.num_rows, together),)](
         da_NF, h_NP, weight_TK, layout.order_N, layout.offsets_E1, dh_NP, aw_NF, dweight_TK,
@@ -186,13 +199,14 @@ def da_activation(
     tile: Tile,
     *,
     overwrite: bool = False,
+    room: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """``activation_backward`` of ``rows @ w2`` in one launch, which never writes the product.
 
     ``dh`` and ``a`` are not written past the last offset.
     """
     hidden, blocks = w2_EDF.shape[2], cdiv(w2_EDF.shape[2], tile.block_n)
-    dh_NP, aw_NF = _for_dh(h_NP, options, overwrite), h_NP.new_empty(h_NP.shape[0], hidden)
+    dh_NP, aw_NF = _for_dh(h_NP, hidden, layout, options, overwrite, room)
     partial = None
     if weight_TK is not None:
         partial = weight_TK.new_zeros(*weight_TK.shape, blocks)
@@ -216,36 +230,40 @@ def outer(
     layout: Layout,
     tile: Tile,
     *,
-    gather_left: bool,
-    gather_right: bool,
     like: torch.Tensor,
     into: torch.Tensor | None,
 ) -> torch.Tensor:
     """``left[rows of e]^T right[rows of e]`` (E, L, R) in the dtype and layout of ``like``.
 
-    Added to ``into`` where given, whose layout then counts and which is returned.
+    Added to ``into`` where given, whose layout then counts and which is returned. ``tile.flatten``
+    asks for ``layout.room`` rows behind those of both, which are overwritten; without them it has
+    no effect.
     """
     like = like if into is None else into
     if like.stride(1) == 1 and like.stride(2) != 1:
         flipped = None if into is None else into.mT
-        return outer(
-            right, left, layout, tile,
-            gather_left=gather_right, gather_right=gather_left, like=like.mT, into=flipped,
-        ).mT  # fmt: skip
+        return outer(right, left, layout, tile, like=like.mT, into=flipped).mT
     shape = (layout.num_experts, left.shape[1], right.shape[1])
     if into is not None and not into.is_contiguous():
         raise AssertionError(f"gradients cannot be added to strides {into.stride()}")
     if not layout.num_rows:
         return torch.zeros(shape, dtype=like.dtype, device=left.device) if into is None else into
     out = torch.empty(shape, dtype=like.dtype, device=left.device) if into is None else into
+    room = min(left.shape[0], right.shape[0]) - layout.num_rows
+    tails = tile.flatten and room >= layout.num_experts * tile.block_k
+    if tails:
+        block = 128
+        moe_tails_kernel[(shape[0], cdiv(shape[1], block) + cdiv(shape[2], block))](
+            left, right, layout.offsets_E1, layout.num_rows,
+            LEFT=shape[1], RIGHT=shape[2], BLOCK=block, BLOCK_K=tile.block_k,
+        )  # fmt: skip
     blocks = cdiv(shape[1], tile.block_m) * cdiv(shape[2], tile.block_n)
-    moe_outer_kernel[(layout.num_experts * blocks,)](
-        left, None if gather_left else _block_descriptor(left, tile.block_k, tile.block_m),
-        right, None if gather_right else _block_descriptor(right, tile.block_k, tile.block_n),
-        out, layout.order_N, layout.offsets_E1, layout.schedule, layout.num_entries,
-        TOP_K=layout.top_k, LEFT=shape[1], RIGHT=shape[2],
-        GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, ACCUMULATE=into is not None,
-        PRECISION=_precision(left), DIRECT=left.is_cuda and torch.version.hip is None,
+    moe_outer_kernel[_grid(layout.num_experts * blocks, tile, left.device)](
+        left, _block_descriptor(left, tile.block_k, tile.block_m),
+        right, _block_descriptor(right, tile.block_k, tile.block_n),
+        out, layout.offsets_E1, layout.schedule, layout.num_entries, layout.num_rows,
+        E=shape[0], LEFT=shape[1], RIGHT=shape[2], TAILS=tails, ACCUMULATE=into is not None,
+        PRECISION=_precision(left),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group,
         STAGES=tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
@@ -263,11 +281,19 @@ def row_sum(x: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def spread_rows(
-    x_TD: torch.Tensor, weight_TK: torch.Tensor | None, layout: Layout, *, zero: bool = False
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor | None,
+    layout: Layout,
+    *,
+    zero: bool = False,
+    room: int = 0,
 ) -> torch.Tensor:
-    """The token of each row, times its weight where given, (N, D); ``zero``: at absent slots."""
+    """The token of each row, times its weight where given, (N, D); ``zero``: at absent slots.
+
+    ``room``: rows that are allocated behind those.
+    """
     tokens, width = x_TD.shape
-    out = x_TD.new_empty(layout.num_rows, width)
+    out = x_TD.new_empty(layout.num_rows + room, width)
     block, together = min(MAX_POINTWISE, next_power_of_2(width)), _together(x_TD)
     moe_spread_rows_kernel[(cdiv(tokens, together), cdiv(width, block))](
         x_TD, weight_TK, layout.position_N, layout.offsets_E1, out, tokens,
@@ -329,10 +355,21 @@ def aligned_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight.clone(memory_format=torch.contiguous_format)
 
 
-def _for_dh(h_NP: torch.Tensor, options: ExpertsOptions, overwrite: bool) -> torch.Tensor:
+def _for_dh(
+    h_NP: torch.Tensor,
+    hidden: int,
+    layout: Layout,
+    options: ExpertsOptions,
+    overwrite: bool,
+    room: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for ``dh`` and the weighted ``a``."""
+    rows = layout.num_rows + room
     # A program reads gate and up of an element before it writes their gradients there; interleaved
     # gradients lie elsewhere than what they are made from.
-    return h_NP if overwrite and not options.interleaved else torch.empty_like(h_NP)
+    overwrite = overwrite and not options.interleaved and h_NP.shape[0] >= rows
+    dh_NP = h_NP if overwrite else h_NP.new_empty(rows, h_NP.shape[1])
+    return dh_NP, h_NP.new_empty(rows, hidden)
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -351,7 +388,10 @@ def _precision(x: torch.Tensor) -> str:
 
 
 def _persistent(layout: Layout, tile: Tile, blocks: int, device: torch.device) -> tuple[int]:
-    tiles = layout.num_entries * (ROWS_PER_TILE // tile.block_m) * blocks
+    return _grid(layout.num_entries * (ROWS_PER_TILE // tile.block_m) * blocks, tile, device)
+
+
+def _grid(tiles: int, tile: Tile, device: torch.device) -> tuple[int]:
     if device.type != "cuda":
         return (max(1, min(tiles, 4)),)
     processors = torch.cuda.get_device_properties(device).multi_processor_count

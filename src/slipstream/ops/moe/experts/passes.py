@@ -84,19 +84,19 @@ def backward(
     weight_TK = None if weight_TK is None else weight_TK.contiguous()
     tiles = {product: _tile(product, x_TD, layout, w2_EDF) for product in tuned.PRODUCTS}
     saved = h_NP is not None
-    h_NP = _kept(h_NP, x_TD, w13_EPD, b13_EP, layout, options, tiles["up"])
-    rows_ND, gather = _rows_of(dout, weight_TK, layout, tiles)
+    room = layout.room if tiles["dw13"].flatten or tiles["dw2"].flatten else 0
+    h_NP = _kept(h_NP, x_TD, w13_EPD, b13_EP, layout, options, tiles["up"], room)
+    rows_ND, gather = _rows_of(dout, weight_TK, layout, tiles["da"], room, need_w2)
     dh_NP, aw_NF, dweight_TK = activation_backward(
         rows_ND, w2_EDF, h_NP, weight_TK, layout, options, tiles["da"],
-        gather=gather, overwrite=not saved,
+        gather=gather, overwrite=not saved, room=room,
     )  # fmt: skip
     del h_NP
 
     dw2 = dx = dw13 = db13 = db2 = None
     if need_w2:
         dw2 = launch.outer(
-            rows_ND, aw_NF, layout, tiles["dw2"], gather_left=gather, gather_right=False,
-            like=_like(w2_EDF, weight_dtype), into=dw2_into,
+            rows_ND, aw_NF, layout, tiles["dw2"], like=_like(w2_EDF, weight_dtype), into=dw2_into
         )  # fmt: skip
     del rows_ND, aw_NF
     if need_x:
@@ -104,10 +104,8 @@ def backward(
             launch.rows(dh_NP, w13_EPD.mT, None, layout, tiles["dx"]), None, None, None, layout
         )
     if need_w13:
-        before = tiles["dw13"].gather_before
         dw13 = launch.outer(
-            dh_NP, launch.spread_rows(x_TD, None, layout) if before else x_TD, layout,
-            tiles["dw13"], gather_left=False, gather_right=not before,
+            dh_NP, launch.spread_rows(x_TD, None, layout, room=room), layout, tiles["dw13"],
             like=_like(w13_EPD, weight_dtype), into=dw13_into,
         )  # fmt: skip
     if b13_EP is not None:
@@ -130,18 +128,21 @@ def activation_backward(
     *,
     gather: bool,
     overwrite: bool = False,
+    room: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """``dh (N, P)``, weighted ``a (N, F)`` and ``dweight`` from ``da = rows @ w2``.
 
     ``rows``: (N, D), or the tokens (T, D) where ``gather``. ``overwrite``: ``h`` is not needed any
-    more, so ``dh`` may take its place.
+    more, so ``dh`` may take its place. ``room``: rows that are allocated behind ``dh`` and ``a``.
     """
     if tile.fuse and not gather and not options.interleaved:
         return launch.da_activation(
-            rows, w2_EDF, h_NP, weight_TK, layout, options, tile, overwrite=overwrite
+            rows, w2_EDF, h_NP, weight_TK, layout, options, tile, overwrite=overwrite, room=room
         )
     da_NF = launch.rows(rows, w2_EDF.mT, None, layout, tile, gather=gather)
-    return launch.activation_backward(da_NF, h_NP, weight_TK, layout, options, overwrite=overwrite)
+    return launch.activation_backward(
+        da_NF, h_NP, weight_TK, layout, options, overwrite=overwrite, room=room
+    )
 
 
 def _kept(
@@ -152,10 +153,13 @@ def _kept(
     layout: Layout,
     options: ExpertsOptions,
     tile: tuned.Tile,
+    room: int,
 ) -> torch.Tensor:
-    """``h`` as saved, or computed again."""
+    """``h`` as saved, or computed again, with room behind it for ``dh`` to take its place."""
     if h_NP is None:
-        h_NP, _ = launch.up(x_TD, w13_EPD, b13_EP, layout, options, tile, want_h=True, want_a=False)
+        h_NP, _ = launch.up(
+            x_TD, w13_EPD, b13_EP, layout, options, tile, want_h=True, want_a=False, room=room
+        )
         assert h_NP is not None
     return h_NP
 
@@ -164,17 +168,19 @@ def _rows_of(
     dout: torch.Tensor,
     weight_TK: torch.Tensor | None,
     layout: Layout,
-    tiles: dict[str, tuned.Tile],
+    tile: tuned.Tile,
+    room: int,
+    need_w2: bool,
 ) -> tuple[torch.Tensor, bool]:
-    """``dout`` as rows, and whether the products still have to gather them from its tokens.
+    """``dout`` as rows, and whether ``da`` still has to gather them from its tokens.
 
-    Without weights ``dout`` has rows already. Copied out once if one of the two products that read
-    them likes that: the other then has it for nothing.
+    Without weights ``dout`` has rows already. ``dw2`` wants them copied out; ``da`` then has them
+    for nothing.
     """
     if weight_TK is None:
         return dout, False
-    if tiles["da"].gather_before or tiles["dw2"].gather_before:
-        return launch.spread_rows(dout, None, layout), False
+    if tile.gather_before or need_w2:
+        return launch.spread_rows(dout, None, layout, room=room), False
     return dout, True
 
 

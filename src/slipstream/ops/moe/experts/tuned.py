@@ -46,9 +46,12 @@ class Tile:
     flatten: bool = False
     """One loop over tiles and steps, so that loads cross the end of a tile."""
     programs_per_sm: int = 1
-    """Size of a persistent grid; no effect on ``dw13`` and ``dw2``."""
+    """Size of a persistent grid."""
     gather_before: bool = False
-    """Copy gathered rows out before the product instead of gathering inside it."""
+    """Copy gathered rows out before the product instead of gathering inside it; ``up`` and ``da``.
+
+    ``dw13`` and ``dw2`` always do.
+    """
     fuse: bool = False
     """``da`` alone, with ``gather_before``: the activation's backward in its epilogue."""
 
@@ -74,9 +77,11 @@ class Rule:
 _ALWAYS = float("inf")
 
 
-def _rules(capability: int, dtype: str | None, **tiles: Tile) -> list[Rule]:
+def _rules(
+    capability: int, dtype: str | None, rows: float = _ALWAYS, /, **tiles: Tile
+) -> list[Rule]:
     return [
-        Rule(product=p, capability=capability, dtype=dtype, max_rows_per_expert=_ALWAYS, tile=t)
+        Rule(product=p, capability=capability, dtype=dtype, max_rows_per_expert=rows, tile=t)
         for p, t in tiles.items()
     ]
 
@@ -107,6 +112,8 @@ TABLE: list[Rule] = [
         width=4096,
         hidden=14336,
     ),
+    # A block of each expert's rows is copied first: where it has little more, that is not free.
+    *_rules(90, None, 64, dw13=_HOPPER, dw2=_HOPPER),
     *_rules(
         90,
         None,
@@ -114,8 +121,8 @@ TABLE: list[Rule] = [
         down=replace(_HOPPER, flatten=True),
         da=replace(_HOPPER_DA, num_stages=3, fuse=True),
         dx=replace(_HOPPER, flatten=True, num_stages=3, group=4),
-        dw13=replace(_HOPPER, gather_before=True),
-        dw2=replace(_HOPPER, gather_before=True),
+        dw13=replace(_HOPPER, flatten=True),
+        dw2=replace(_HOPPER, flatten=True),
     ),
     *_rules(80, None, **_for_all(_AMPERE)),
     *_rules(80, "float32", **_for_all(_FULL_PRECISION)),
@@ -123,7 +130,11 @@ TABLE: list[Rule] = [
     *_rules(
         INTERPRETER,
         "float32",
-        **_for_all(_INTERPRETED) | {"da": replace(_INTERPRETED, gather_before=True, fuse=True)},
+        **_for_all(_INTERPRETED)
+        | {
+            "da": replace(_INTERPRETED, gather_before=True, fuse=True),
+            "dw13": replace(_INTERPRETED, flatten=True),
+        },
     ),
 ]
 """Highest capability first; fp32 multiplies in full precision and wants small tiles."""

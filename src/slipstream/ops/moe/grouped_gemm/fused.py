@@ -59,9 +59,8 @@ def moe_gemm_outer(
     like = _gradient(dy_NP, x_ND, offsets_E1, dtype, transposed, "meta")
     tile = tuned.lookup("dw2", x_ND.device, x_ND.dtype, layout.num_rows, like)
     return launch.outer(
-        launch.aligned(dy_NP), launch.aligned(x_ND), layout, tile,
-        gather_left=False, gather_right=False, like=like, into=None,
-    )  # fmt: skip
+        launch.aligned(dy_NP), launch.aligned(x_ND), layout, tile, like=like, into=None
+    )
 
 
 @moe_gemm_outer.register_fake
