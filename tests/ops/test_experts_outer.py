@@ -1,6 +1,7 @@
 """The weight gradients of the experts: one kernel, with and without copied tails."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -30,13 +31,13 @@ def operands(
     load: str, room: bool, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, "launch.Layout", list[int]]:
     """Both operands, NaN wherever no expert's row is, and where each expert's rows end."""
-    ends = torch.tensor([0, *SIZES[load]]).cumsum(0)
+    ends = torch.tensor([0, *SIZES[load]], device="cpu").cumsum(0)
     layout = launch.Layout.of_rows(ends.to(device), int(ends[-1]) + ABSENT.get(load, 0))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     found = []
     for width in (LEFT, RIGHT):
-        rows = torch.full((layout.num_rows + room * layout.room, width), torch.nan)
-        rows[: ends[-1]] = torch.randn(int(ends[-1]), width, generator=generator)
+        rows = torch.full((layout.num_rows + room * layout.room, width), torch.nan, device="cpu")
+        rows[: ends[-1]] = torch.randn(int(ends[-1]), width, generator=generator, device="cpu")
         found.append(rows.to(device))
     return *found, layout, ends.tolist()
 
@@ -72,7 +73,7 @@ def test_tails_change_no_bit(load: str, transposed: bool, device: torch.device) 
     assert plain.stride() == tails.stride()
     assert torch.equal(plain, tails)
     left, right, _, ends = operands(load, False, device)
-    for expert, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for expert, (start, end) in enumerate(pairwise(ends)):
         exact = left[start:end].double().T @ right[start:end].double()
         torch.testing.assert_close(tails[expert].double(), exact, rtol=0, atol=1e-4)
 

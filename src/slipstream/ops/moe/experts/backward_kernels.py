@@ -12,6 +12,7 @@ from slipstream.ops.activation.kernels import gate_function
 from slipstream.ops.moe.experts.kernels import (
     TILE_ROWS,
     add_product,
+    column_halves,
     length_of,
     locate,
     weight_block,
@@ -117,13 +118,6 @@ def finish_columns(
 
 
 @triton.jit
-def column_halves(block):
-    """The left and the right half of a block; nothing moves between threads."""
-    HALF: tl.constexpr = block.shape[1] // 2
-    return tl.split(tl.permute(tl.reshape(block, (block.shape[0], 2, HALF)), (0, 2, 1)))
-
-
-@triton.jit
 def moe_da_kernel(
     dout_desc, w2_desc, h_ptr, weight_ptr, dh_ptr, aw_ptr, partial_ptr,
     order_ptr, offsets_ptr, schedule_ptr, alpha, limit,
@@ -159,20 +153,20 @@ def moe_da_kernel(
         third, fourth = column_halves(right)
         QUARTER: tl.constexpr = BLOCK_N // 4
         total = finish_columns(
-            first, h_ptr, dh_ptr, aw_ptr, rows, here, weight, n * BLOCK_N, alpha, limit,
-            F, ACTIVATION, GATED,
+            first, h_ptr, dh_ptr, aw_ptr, rows, here, weight,
+            n * BLOCK_N, alpha, limit, F, ACTIVATION, GATED,
         )  # fmt: skip
         total += finish_columns(
-            second, h_ptr, dh_ptr, aw_ptr, rows, here, weight, n * BLOCK_N + QUARTER, alpha, limit,
-            F, ACTIVATION, GATED,
+            second, h_ptr, dh_ptr, aw_ptr, rows, here, weight,
+            n * BLOCK_N + QUARTER, alpha, limit, F, ACTIVATION, GATED,
         )  # fmt: skip
         total += finish_columns(
-            third, h_ptr, dh_ptr, aw_ptr, rows, here, weight, n * BLOCK_N + 2 * QUARTER, alpha,
-            limit, F, ACTIVATION, GATED,
+            third, h_ptr, dh_ptr, aw_ptr, rows, here, weight,
+            n * BLOCK_N + 2 * QUARTER, alpha, limit, F, ACTIVATION, GATED,
         )  # fmt: skip
         total += finish_columns(
-            fourth, h_ptr, dh_ptr, aw_ptr, rows, here, weight, n * BLOCK_N + 3 * QUARTER, alpha,
-            limit, F, ACTIVATION, GATED,
+            fourth, h_ptr, dh_ptr, aw_ptr, rows, here, weight,
+            n * BLOCK_N + 3 * QUARTER, alpha, limit, F, ACTIVATION, GATED,
         )  # fmt: skip
         if partial_ptr is not None:
             tl.store(partial_ptr + slots * num_n + n, total, mask=here)
@@ -225,22 +219,26 @@ def part_block(source_ptr, rows, here, column, WIDTH: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def write_columns(
-    block, out_ptr, row, column,
+    block, out_ptr, out_desc, expert, row, column,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Store columns of a weight gradient, or add them to what is there."""
-    rows = row + tl.arange(0, block.shape[0])
-    columns = column + tl.arange(0, block.shape[1])
-    out = out_ptr + rows[:, None] * RIGHT + columns[None, :]
-    inside = (rows < LEFT)[:, None] & (columns < RIGHT)[None, :]
-    if ACCUMULATE:
-        block += tl.load(out, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out, block.to(out_ptr.dtype.element_ty), mask=inside)
+    """Columns of an expert's weight gradient: stored, or added to what is there."""
+    if out_desc is not None:
+        block = tl.reshape(block, (1, block.shape[0], block.shape[1]))
+        out_desc.store([expert, row, column], block.to(out_ptr.dtype.element_ty))
+    else:
+        rows = row + tl.arange(0, block.shape[0])
+        columns = column + tl.arange(0, block.shape[1])
+        out = out_ptr + (expert.to(tl.int64) * LEFT + rows[:, None]) * RIGHT + columns[None, :]
+        inside = (rows < LEFT)[:, None] & (columns < RIGHT)[None, :]
+        if ACCUMULATE:
+            block += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out, block.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_rows"])
 def moe_outer_kernel(
-    left_ptr, left_desc, right_ptr, right_desc, out_ptr, offsets_ptr, schedule_ptr,
+    left_ptr, left_desc, right_ptr, right_desc, out_ptr, out_desc, offsets_ptr, schedule_ptr,
     num_entries, num_rows,
     E: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TAILS: tl.constexpr,
     ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
@@ -288,19 +286,21 @@ def moe_outer_kernel(
                 left = part_block(left_ptr, rows, here, m, LEFT, BLOCK_M)
                 right = part_block(right_ptr, rows, here, n, RIGHT, BLOCK_N)
                 acc = add_product(acc, left.T, right, PRECISION)
-        out = out_ptr + expert.to(tl.int64) * LEFT * RIGHT
+        # In parts, which need less shared memory, or registers, than all columns at once.
+        one, two = column_halves(acc)
+        HALF: tl.constexpr = BLOCK_N // 2
         if out_ptr.dtype.element_ty == tl.float32:
-            # A quarter at a time: all at once would need 128 KiB of shared memory, or registers.
-            one, two = column_halves(acc)
             a, b = column_halves(one)
             c, d = column_halves(two)
             QUARTER: tl.constexpr = BLOCK_N // 4
-            write_columns(a, out, m, n, LEFT, RIGHT, ACCUMULATE)
-            write_columns(b, out, m, n + QUARTER, LEFT, RIGHT, ACCUMULATE)
-            write_columns(c, out, m, n + 2 * QUARTER, LEFT, RIGHT, ACCUMULATE)
-            write_columns(d, out, m, n + 3 * QUARTER, LEFT, RIGHT, ACCUMULATE)
+            write_columns(a, out_ptr, out_desc, expert, m, n, LEFT, RIGHT, ACCUMULATE)
+            write_columns(b, out_ptr, out_desc, expert, m, n + QUARTER, LEFT, RIGHT, ACCUMULATE)
+            write_columns(c, out_ptr, out_desc, expert, m, n + HALF, LEFT, RIGHT, ACCUMULATE)
+            last = n + HALF + QUARTER
+            write_columns(d, out_ptr, out_desc, expert, m, last, LEFT, RIGHT, ACCUMULATE)
         else:
-            write_columns(acc, out, m, n, LEFT, RIGHT, ACCUMULATE)
+            write_columns(one, out_ptr, out_desc, expert, m, n, LEFT, RIGHT, ACCUMULATE)
+            write_columns(two, out_ptr, out_desc, expert, m, n + HALF, LEFT, RIGHT, ACCUMULATE)
 
 
 @triton.jit

@@ -116,6 +116,13 @@ def add_product(acc, x, w, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def column_halves(block):
+    """The left and the right half of a block; nothing moves between threads."""
+    HALF: tl.constexpr = block.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(block, (block.shape[0], 2, HALF)), (0, 2, 1)))
+
+
+@triton.jit
 def moe_up_kernel(
     x_ptr, x_desc, w_desc, bias_ptr, h_ptr, a_ptr, order_ptr, offsets_ptr, schedule_ptr,
     alpha, limit,

@@ -261,7 +261,8 @@ def outer(
     moe_outer_kernel[_grid(layout.num_experts * blocks, tile, left.device)](
         left, _block_descriptor(left, tile.block_k, tile.block_m),
         right, _block_descriptor(right, tile.block_k, tile.block_n),
-        out, layout.offsets_E1, layout.schedule, layout.num_entries, layout.num_rows,
+        out, _gradient_descriptor(out, tile) if into is None else None,
+        layout.offsets_E1, layout.schedule, layout.num_entries, layout.num_rows,
         E=shape[0], LEFT=shape[1], RIGHT=shape[2], TAILS=tails, ACCUMULATE=into is not None,
         PRECISION=_precision(left),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group,
@@ -404,6 +405,12 @@ def _rows_descriptor(x: torch.Tensor, tile: Tile) -> TensorDescriptor:
 
 def _block_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+
+
+def _gradient_descriptor(out_ELR: torch.Tensor, tile: Tile) -> TensorDescriptor:
+    columns = tile.block_n // (4 if out_ELR.dtype == torch.float32 else 2)
+    block = [1, tile.block_m, columns]
+    return TensorDescriptor(out_ELR, list(out_ELR.shape), list(out_ELR.stride()), block)
 
 
 def _weight_descriptor(

@@ -112,12 +112,20 @@ TABLE: list[Rule] = [
         width=4096,
         hidden=14336,
     ),
+    Rule(
+        product="dx",
+        capability=90,
+        max_rows_per_expert=_ALWAYS,
+        tile=replace(_HOPPER, flatten=True, group=4),
+        width=4096,
+        hidden=14336,
+    ),
     # A block of each expert's rows is copied first: where it has little more, that is not free.
     *_rules(90, None, 64, dw13=_HOPPER, dw2=_HOPPER),
     *_rules(
         90,
         None,
-        up=replace(_HOPPER, num_stages=3, group=16),
+        up=replace(_HOPPER, group=4),
         down=replace(_HOPPER, flatten=True),
         da=replace(_HOPPER_DA, num_stages=3, fuse=True),
         dx=replace(_HOPPER, flatten=True, num_stages=3, group=4),
