@@ -78,11 +78,26 @@ _ALWAYS = float("inf")
 
 
 def _rules(
-    capability: int, dtype: str | None, rows: float = _ALWAYS, /, **tiles: Tile
+    capability: int,
+    dtype: str | None,
+    rows: float = _ALWAYS,
+    /,
+    *,
+    at: tuple[int | None, int | None] = (None, None),
+    **tiles: Tile,
 ) -> list[Rule]:
+    """Rules for up to ``rows`` rows per expert; ``at``: only for that D and F."""
     return [
-        Rule(product=p, capability=capability, dtype=dtype, max_rows_per_expert=rows, tile=t)
-        for p, t in tiles.items()
+        Rule(
+            product=product,
+            capability=capability,
+            dtype=dtype,
+            max_rows_per_expert=rows,
+            width=at[0],
+            hidden=at[1],
+            tile=tile,
+        )
+        for product, tile in tiles.items()
     ]
 
 
@@ -101,24 +116,16 @@ TABLE: list[Rule] = [
     # Consumer Blackwell has the shared memory of Ada.
     *_rules(120, None, **_for_all(_AMPERE)),
     # The fused product is measured on Hopper only.
-    Rule(product="da", capability=100, max_rows_per_expert=_ALWAYS, tile=_HOPPER_DA),
+    *_rules(100, None, da=_HOPPER_DA),
     # Two kernels beat it by 5 % at 512 rows an expert, by 1.5 % where F is long.
-    Rule(product="da", capability=90, max_rows_per_expert=1024, tile=_HOPPER_DA),
-    Rule(
-        product="da",
-        capability=90,
-        max_rows_per_expert=_ALWAYS,
-        tile=_HOPPER_DA,
-        width=4096,
-        hidden=14336,
-    ),
-    Rule(
-        product="dx",
-        capability=90,
-        max_rows_per_expert=_ALWAYS,
-        tile=replace(_HOPPER, flatten=True, group=4),
-        width=4096,
-        hidden=14336,
+    *_rules(90, None, 1024, da=_HOPPER_DA),
+    *_rules(90, None, at=(4096, 14336), da=_HOPPER_DA),
+    *_rules(
+        90,
+        None,
+        at=(4096, 14336),
+        dx=replace(_HOPPER, flatten=True, group=4),
+        dw13=replace(_HOPPER, flatten=True, num_stages=3),
     ),
     # A block of each expert's rows is copied first: where it has little more, that is not free.
     *_rules(90, None, 64, dw13=_HOPPER, dw2=_HOPPER),
