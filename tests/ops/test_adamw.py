@@ -1,14 +1,16 @@
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from slipstream.errors import ShapeError
+from slipstream.errors import HardwareError, ShapeError
 from slipstream.ops import AdamWOptions, adamw, dispatch
+from slipstream.ops.adamw import _refuse_fused
 from slipstream.ops.triton_support import interpreting
 from tests.budget import Results, assert_within
-from tests.ops.implementations import runnable
+from tests.ops.implementations import forced, runnable
 
 SHAPES = [(63,), (8, 5), (1,), (257, 3)]
 OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -48,7 +50,7 @@ def _named(params, exp_avgs, exp_avg_sqs) -> Results:
 def _ours(name: str, dtype: torch.dtype, options: AdamWOptions = OPTIONS) -> Results:
     params = _params(dtype)
     state = _state(params, dtype)
-    with dispatch.force(adamw=name):
+    with forced("adamw", name):
         for step in range(STEPS):
             grads = _grads(step, dtype)
             adamw(params, grads, **state, options=options, grad_divisor=_divisor(grads))
@@ -119,7 +121,7 @@ def test_the_first_update_keeps_its_digits(implementation):
     for name, dtype in (("truth", torch.float64), (implementation, torch.float32)):
         param = torch.zeros(257, dtype=dtype)
         grad = torch.linspace(-1, 1, 257).to(dtype)
-        with dispatch.force(adamw="reference" if name == "truth" else name):
+        with forced("adamw", "reference" if name == "truth" else name):
             adamw([param], [grad], **_state([param], dtype), options=options)
         updates[name] = param.double()
     # A dozen fp32 operations; PyTorch's tolerance for fp32.
@@ -134,7 +136,7 @@ def test_low_precision_params_are_their_fp32_masters_rounded(dtype, implementati
     masters = [p.float() for p in params]
     alone = [m.clone() for m in masters]
     state, state_alone = _state(params), _state(alone)
-    with dispatch.force(adamw=implementation):
+    with forced("adamw", implementation):
         for step in range(3):
             grads = _grads(step, dtype)
             wide = [g.float() for g in grads]
@@ -155,7 +157,7 @@ def test_skip_changes_nothing_even_with_nan_gradients(masters, implementation):
     adamw(params, _grads(0, params[0].dtype), **state, options=OPTIONS, masters=wide)
     tensors = [*params, *(wide or []), *state["exp_avgs"], *state["exp_avg_sqs"], *state["steps"]]
     before = [t.clone() for t in tensors]
-    with dispatch.force(adamw=implementation):
+    with forced("adamw", implementation):
         adamw(
             params,
             [torch.full_like(p, float("nan")) for p in params],
@@ -205,9 +207,23 @@ def test_memory_layout_does_not_change_the_step(layout, grad_layout):
 
 
 def test_a_strided_param_is_refused_by_the_fused_kernel_with_a_remedy():
-    param = torch.randn(8, 6).T
-    with pytest.raises(Exception, match="not contiguous"), dispatch.force(adamw="fused"):
-        adamw([param], [torch.ones(6, 8)], **_state([param]), options=OPTIONS)
+    with torch.device("cpu"), dispatch.force(adamw="fused"):
+        param = torch.randn(8, 6).T
+        with pytest.raises(HardwareError, match="not contiguous"):
+            adamw([param], [torch.ones(6, 8)], **_state([param]), options=OPTIONS)
+
+
+@pytest.mark.parametrize(("device", "served"), [("cpu", True), ("cuda", False), ("xpu", False)])
+def test_the_fused_kernel_serves_a_cpu_alone(device, served):
+    with torch.device("cpu"):
+        weight, scalar = torch.ones(3), torch.zeros(())
+    # Stands for a tensor on that device.
+    param = Mock(spec=torch.Tensor, wraps=weight, device=torch.device(device), dtype=weight.dtype)
+    lists = [param], *([weight] for _ in range(3)), [scalar]
+    refusal = _refuse_fused(*lists, None, scalar, scalar.bool(), OPTIONS)
+    assert (refusal is None) == served
+    if device == "cuda":
+        assert "takes 1 - beta in fp32 from a rounded beta" in refusal.reason
 
 
 def test_fp64_with_moments_of_another_dtype_is_served_by_the_reference():

@@ -10,7 +10,7 @@ from slipstream.ops.adamw.philox import noise, philox, rounded
 from slipstream.ops.scattered import ALIGN, Layout, Piece, Scattered
 from slipstream.ops.triton_support import interpreting
 from tests.budget import assert_within
-from tests.ops.implementations import runnable
+from tests.ops.implementations import forced, runnable
 
 SIZES = (5000, 63, 4096, 1, 257)
 STARTS = (0, 5056, 5120, 9216, 9280)
@@ -71,7 +71,7 @@ def run(
     for step in range(steps):
         flat = bucket(1 + step, grad)
         gradient = flat if elsewhere is None else scattered(flat, aligned=elsewhere == "aligned")
-        with dispatch.force(adamw=implementation):
+        with forced("adamw", implementation):
             adamw(
                 [tensors["param"]],
                 [gradient],
@@ -129,7 +129,7 @@ def test_stochastic_rounding_keeps_updates_far_below_half_a_unit(implementation)
         param = torch.ones(count, dtype=torch.bfloat16)
         moments = [torch.zeros(count), torch.zeros(count)]
         step = torch.zeros(())
-        with dispatch.force(adamw=implementation):
+        with forced("adamw", implementation):
             for _ in range(steps):
                 options = AdamWOptions(lr=lr, rounding=rounding, seed=SEED)
                 gradient = torch.ones(count, dtype=torch.bfloat16)
@@ -201,7 +201,7 @@ def test_zeroing_leaves_zeros_and_the_same_weights(implementation, layout):
     grad = torch.ones(8, 6).T if layout == "strided" else torch.ones(6, 8)
     param, moments = torch.ones(6, 8), [torch.zeros(6, 8) for _ in range(2)]
     options = AdamWOptions(lr=1e-2, zero_grads=True)
-    with dispatch.force(adamw=implementation):
+    with forced("adamw", implementation):
         adamw(
             [param],
             [grad],
@@ -219,7 +219,7 @@ def test_buckets_keep_their_own_step_counts(implementation):
     steps = [torch.zeros(()), torch.full((), 7.0)]
     params = [torch.zeros(63), torch.zeros(63)]
     moments = [[torch.zeros(63) for _ in range(2)] for _ in range(2)]
-    with dispatch.force(adamw=implementation):
+    with forced("adamw", implementation):
         adamw(params, [torch.ones(63)] * 2, *moments, steps, options=AdamWOptions(lr=1.0))
     assert [step.item() for step in steps] == [1.0, 8.0]
     m, v = 0.1 / (1 - 0.9**8), 0.05 / (1 - 0.95**8)
@@ -227,12 +227,14 @@ def test_buckets_keep_their_own_step_counts(implementation):
     assert_close(params[1], torch.full((63,), -m / v**0.5))
 
 
-def test_many_small_tensors_are_for_a_kernel_that_takes_them_all():
+def test_many_small_tensors_are_served_by_the_fastest_too():
     lists = [[torch.ones(3) for _ in range(33)] for _ in range(4)]
     steps = [torch.zeros(()) for _ in range(33)]
     dispatch.reset_counts()
     adamw(*lists, steps, options=AdamWOptions(lr=1e-3))
-    assert dispatch.counts() == {("adamw", "fused"): 1}
+    assert dispatch.counts() == {("adamw", IMPLEMENTATIONS[0]): 1}
+    assert all(step.item() == 1 for step in steps)
+    assert all((param < 1).all() for param in lists[0])
 
 
 def test_a_layout_is_cut_into_chunks_that_cover_every_element_once():

@@ -415,6 +415,7 @@ def test_compiles(implementation, width, variant):
         return experts(x, w13, w2, routing, b13_EP=b13, b2_ED=b2, **options)
 
     with forced(OP, implementation):
+        run(**inputs)  # a refusal shows here as what it is
         assert_compiles(run, inputs, truth=_stock(routing, **options))
 
 

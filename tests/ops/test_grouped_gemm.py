@@ -1,4 +1,5 @@
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from torch.testing import assert_close
 from slipstream.errors import ConfigError, ShapeError
 from slipstream.ops import dispatch
 from slipstream.ops.moe import grouped_gemm
+from slipstream.ops.moe.experts.grouped import refuse_grouped
 from tests.budget import Results, assert_budget, results
 from tests.ops.compiling import assert_compiles
-from tests.ops.implementations import EXAMPLES, cases, draws, fast, forced, runnable
+from tests.ops.implementations import DTYPES, EXAMPLES, cases, draws, fast, forced, runnable
 
 OP = "grouped_gemm"
 # Rows, first rows of each group, D, P.
@@ -172,12 +174,25 @@ def test_weights_of_another_dtype_and_autocast(implementation):
 def test_compiles(implementation, groups):
     edges = GROUPS[groups][1]
     offsets_E1 = torch.tensor(edges)
+    run, inputs = _run(implementation, edges), _inputs(groups)
+    run(**inputs)  # a refusal shows here as what it is
     with forced(OP, implementation):
         assert_compiles(
-            lambda x, w: grouped_gemm(x, w, offsets_E1)[: edges[-1]],
-            _inputs(groups),
-            truth=_stock(edges),
+            lambda x, w: grouped_gemm(x, w, offsets_E1)[: edges[-1]], inputs, truth=_stock(edges)
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_that_wait_for_the_host_are_refused_on_a_gpu(dtype, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    served = []
+    for device in ("cpu", "cuda"):
+        cuda = device == "cuda"
+        rows = Mock(spec=torch.Tensor, dtype=dtype, device=torch.device(device), is_cuda=cuda)
+        refusal = refuse_grouped(rows)
+        served.append(refusal is None)
+        assert refusal is None or f"waits for the host in {dtype}" in refusal.reason
+    assert served == [True, dtype == torch.bfloat16]
 
 
 def test_fp64_is_served_by_the_reference_and_the_rest_by_the_fastest():

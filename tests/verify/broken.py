@@ -81,6 +81,15 @@ def gradient_of_ones(x, *rest):
     return y.detach() + s - s.detach() + 0 * y, s
 
 
+def one_element_off(x, *rest):
+    """A few roundings more in one element than anywhere else, in every call."""
+    y, s = norm_reference(x, *rest)
+    off = torch.zeros_like(y)
+    if y.numel():
+        off[(0,) * y.dim()] = 8e-6
+    return y + off, s
+
+
 def nan_for_a_single_token(x, *rest):
     y, s = norm_reference(x, *rest)
     return (y * float("nan") if len(x) == 1 else y), s

@@ -42,7 +42,7 @@ class Case:
     wanted: frozenset[str] | None = None
     """Inputs whose gradients are compared; None: every floating-point one."""
     pool: int = 1
-    """Draws judged together: the error of a few numbers is luck."""
+    """Draws judged together at first: the error of a few numbers is luck."""
     own_units: bool = False
     """Each tensor's own dtype is its rounding unit: for 16-bit input and exact fp32 results."""
 

@@ -16,8 +16,6 @@ from slipstream.ops.scattered import Grads, Scattered, samples
 
 Tensors = Sequence[torch.Tensor]
 SHORT = (torch.bfloat16, torch.float16)
-MAX_LAUNCHES, MIN_MEAN = 32, 1 << 20
-"""More tensors than this, of fewer elements on average, are for a multi-tensor kernel."""
 
 
 def adamw(
@@ -146,12 +144,7 @@ def _refuse_triton(
         if not tensor.is_contiguous():
             return Refusal(reason="a weight or one of its moments is not contiguous")
     refusals = (triton_support.refusal(grad, products=False) for grad in samples(grads))
-    refused = next((refusal for refusal in refusals if refusal is not None), None)
-    if refused is not None:
-        return refused
-    if len(params) > MAX_LAUNCHES and sum(p.numel() for p in params) < MIN_MEAN * len(params):
-        return Refusal(reason="a launch for each of many small tensors would take longer")
-    return None
+    return next((refusal for refusal in refusals if refusal is not None), None)
 
 
 def _refuse_fused(
@@ -170,7 +163,9 @@ def _refuse_fused(
     if options.rounding == "stochastic":
         return Refusal(reason="PyTorch's fused AdamW rounds to nearest")
     device = params[0].device.type
-    if device not in ("cpu", "cuda"):
+    if device == "cuda":
+        return Refusal(reason="PyTorch's fused AdamW takes 1 - beta in fp32 from a rounded beta")
+    if device != "cpu":
         return Refusal(reason=f"PyTorch has no fused AdamW for {device}")
     if any(not p.is_floating_point() for p in params):
         return Refusal(reason="a parameter is not a floating-point tensor")

@@ -18,6 +18,9 @@ def refuse_grouped(rows: torch.Tensor) -> Refusal | None:
     """Why PyTorch's grouped product cannot serve these rows; None where it can."""
     if rows.dtype not in DTYPES:
         return Refusal(reason=f"PyTorch's grouped product does not take {rows.dtype}")
+    if rows.is_cuda and rows.dtype != torch.bfloat16:
+        # A loop over the groups that copies their offsets to the host.
+        return Refusal(reason=f"PyTorch's grouped product waits for the host in {rows.dtype}")
     if rows.is_cuda and torch.cuda.get_device_capability(rows.device) < (8, 0):
         return Refusal(reason="PyTorch's grouped product needs compute capability 8.0")
     if rows.device.type not in ("cpu", "cuda", "meta"):
