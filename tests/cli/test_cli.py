@@ -10,8 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
-from slipstream.cli import VERBS
+from slipstream import verify
+from slipstream.bench import moe_peers, moe_problem, ops_list, ops_peers, step_arms, step_model
+from slipstream.cli import VERBS, bench_names
+from slipstream.cli.bench_options import dtype_of
+from slipstream.ops.moe.experts import tuned
 from slipstream.train.metrics import read_metrics
 from tests.train.runs import ROOT, environment, slipstream
 
@@ -28,6 +33,66 @@ def test_help_answers_within_half_a_second_and_without_torch(verb: list[str]) ->
         seconds.append(sum(after[2:4]) - sum(before[2:4]))
         assert not re.search(r"\| +(torch|numpy)$", done.stderr, re.MULTILINE)
     assert min(seconds) < 0.5
+
+
+SUBCOMMANDS = {
+    "bench": ("moe", "ops", "step", "table"),
+    "tune": ("moe",),
+    "config": ("show", "schema"),
+}
+COMMANDS = [
+    *((verb,) for verb in VERBS),
+    *((verb, name) for verb, names in SUBCOMMANDS.items() for name in names),
+]
+WRONG = [
+    *((*command, "--no-such-option") for command in COMMANDS),
+    ("bench", "no-such-command"),
+    ("bench", "moe", "--dtype", "fp7"),
+    ("bench", "moe", "--skew", "-1"),
+    ("bench", "ops", "--device", "tpu"),
+    ("bench", "step", "--device", "tpu"),
+    ("bench", "step", "--steps", "0"),
+    ("tune", "moe", "--dtype", "fp7"),
+    ("verify", "--json", "no/such/folder/file.json"),
+    ("sample", "run", "--checkpoint", "oldest"),
+    ("env", "--dtype", "fp7"),
+]
+
+
+def test_the_subcommands_are_all_that_there_are() -> None:
+    for verb, (module, _) in VERBS.items():
+        app = importlib.import_module(f"slipstream.cli.{module}").app
+        command = typer.main.get_command(app)
+        assert set(getattr(command, "commands", ())) == set(SUBCOMMANDS.get(verb, ())), verb
+
+
+@pytest.mark.parametrize(
+    "arguments", [*((*command, "--help") for command in COMMANDS), *WRONG], ids=" ".join
+)
+def test_help_and_wrong_arguments_are_answered_without_torch(arguments: tuple[str, ...]) -> None:
+    # A second or more of imports by itself; numpy and rich are far less.
+    command = [sys.executable, "-X", "importtime", "-m", "slipstream", *arguments]
+    before = os.times()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    after = os.times()
+    assert done.returncode == (0 if arguments[-1] == "--help" else 2), done.stderr
+    assert not re.search(r"\| +(torch|triton|transformers)$", done.stderr, re.MULTILINE)
+    assert sum(after[2:4]) - sum(before[2:4]) < 2
+
+
+def test_the_choices_in_help_are_those_of_the_benches() -> None:
+    assert set(moe_problem.SHAPES) == {
+        name + end for name in bench_names.MOE_SHAPES for end in ("", "-short")
+    }
+    assert tuple(moe_peers.PEERS) == bench_names.MOE_PEERS
+    assert tuple(ops_list.OPS) == bench_names.OPS
+    assert ops_peers.PEERS == bench_names.OPS_PEERS
+    assert step_arms.ARMS == bench_names.STEP_ARMS
+    assert tuple(step_model.SIZES) == bench_names.STEP_SIZES
+    assert tuple(verify.DTYPES) == bench_names.DTYPES
+    assert tuned.ENVIRONMENT == bench_names.TUNED_VARIABLE
+    for name in bench_names.DTYPES:
+        assert dtype_of(name) is verify.DTYPES[name]
 
 
 def test_help_lists_every_verb() -> None:

@@ -5,13 +5,16 @@ from typing import Annotated, Any
 
 import typer
 
-from slipstream.bench.moe import MoeRequest, bench_moe
-from slipstream.bench.moe_balance import BalanceRequest, bench_balance
-from slipstream.bench.moe_peers import PEERS, select
-from slipstream.bench.moe_problem import SHAPES, parse_shape
-from slipstream.bench.results import read_rows
+from slipstream.cli.bench_names import MOE_PEERS, MOE_SHAPES
 from slipstream.cli.bench_ops import ops
-from slipstream.cli.bench_options import device_of, dtype_of, keep_and_show, print_tables, say
+from slipstream.cli.bench_options import (
+    check_named,
+    device_of,
+    dtype_of,
+    keep_and_show,
+    print_tables,
+    say,
+)
 from slipstream.cli.bench_step import step
 from slipstream.errors import ConfigError
 
@@ -21,17 +24,16 @@ app = typer.Typer(
 )
 app.command()(ops)
 app.command()(step)
-DEFAULT_SHAPES = [name for name in SHAPES if not name.endswith("-short")]
 
 
 @app.command()
 def moe(
     shape: Annotated[
         list[str] | None,
-        typer.Option(help=f"T,D,F,E,K or one of {', '.join(SHAPES)}; may be repeated."),
+        typer.Option(help=f"T,D,F,E,K or {', '.join(MOE_SHAPES)}, or NAME-short; may be repeated."),
     ] = None,
     peers: Annotated[
-        str, typer.Option(help=f"all, or a list of {', '.join(PEERS)}; -NAME takes one away.")
+        str, typer.Option(help=f"all, or a list of {', '.join(MOE_PEERS)}; -NAME takes one away.")
     ] = "all",
     skew: Annotated[
         list[float] | None,
@@ -58,8 +60,14 @@ def moe(
     skews = skew or [1.2 if balance else 0.0]
     if min(skews) < 0:
         raise ConfigError(f"--skew {min(skews):g}: expected 0 or more")
+    check_named(dtype, device)
+    from slipstream.bench.moe import MoeRequest, bench_moe  # noqa: PLC0415
+    from slipstream.bench.moe_balance import BalanceRequest, bench_balance  # noqa: PLC0415
+    from slipstream.bench.moe_peers import select  # noqa: PLC0415
+    from slipstream.bench.moe_problem import parse_shape  # noqa: PLC0415
+
     common: dict[str, Any] = {
-        "shapes": [parse_shape(text) for text in shape or DEFAULT_SHAPES],
+        "shapes": [parse_shape(text) for text in shape or MOE_SHAPES],
         "skews": skews,
         "dtype": dtype_of(dtype),
         "device": device_of(device),
@@ -81,4 +89,6 @@ def table(
     files: Annotated[list[Path], typer.Argument(help="Files of raw rows (.jsonl).")],
 ) -> None:
     """Rebuild the tables from raw rows."""
+    from slipstream.bench.results import read_rows  # noqa: PLC0415
+
     print_tables([row for file in files for row in read_rows(file)])

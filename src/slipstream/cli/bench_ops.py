@@ -5,16 +5,14 @@ from typing import Annotated
 
 import typer
 
-from slipstream.bench import ops_list, ops_peers
-from slipstream.bench.ops import OpsRequest, bench_ops
-from slipstream.bench.ops_case import parse_shape
-from slipstream.cli.bench_options import device_of, dtype_of, keep_and_show, say
+from slipstream.cli.bench_names import OPS, OPS_PEERS
+from slipstream.cli.bench_options import check_named, device_of, dtype_of, keep_and_show, say
 
 
 def ops(
     op: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(ops_list.OPS)}, or adamw for all of its; may be repeated."),
+        typer.Option(help=f"{', '.join(OPS)}, or adamw for all of its; may be repeated."),
     ] = None,
     shape: Annotated[
         list[str] | None,
@@ -22,7 +20,7 @@ def ops(
     ] = None,
     peers: Annotated[
         str,
-        typer.Option(help=f"all, or a list of {', '.join(ops_peers.PEERS)}; -NAME takes one away."),
+        typer.Option(help=f"all, or a list of {', '.join(OPS_PEERS)}; -NAME takes one away."),
     ] = "all",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     out: Annotated[Path | None, typer.Option(help="Append raw rows to this .jsonl file.")] = None,
@@ -36,6 +34,11 @@ def ops(
     ] = False,
 ) -> None:
     """Norms, activations, rotary embedding, AdamW and the loss, beside their peers in turns."""
+    check_named(dtype, device)
+    from slipstream.bench import ops_list, ops_peers  # noqa: PLC0415
+    from slipstream.bench.ops import OpsRequest, bench_ops  # noqa: PLC0415
+    from slipstream.bench.ops_case import parse_shape  # noqa: PLC0415
+
     request = OpsRequest(
         ops=ops_list.select(op or []),
         shapes=[parse_shape(text) for text in shape or []],

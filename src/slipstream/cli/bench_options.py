@@ -1,19 +1,20 @@
 """What the commands of ``slipstream bench`` share: options, progress, rows on disk, tables."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from rich.console import Console
-
-from slipstream.bench.moe_table import moe_tables
-from slipstream.bench.ops_table import ops_tables
-from slipstream.bench.results import Row, append_row
-from slipstream.bench.step_table import step_tables
+from slipstream.cli.bench_names import DEVICES, DTYPES
 from slipstream.errors import ConfigError
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+if TYPE_CHECKING:
+    import torch
+
+    from slipstream.bench.results import Row
+
 WIDTH = 170
 
 
@@ -24,6 +25,8 @@ def say(text: str) -> None:
 
 def keep_and_show(measured: Iterable[Row], out: Path | None) -> None:
     """Append every row to ``out`` as it comes, then print the tables of all."""
+    from slipstream.bench.results import append_row  # noqa: PLC0415
+
     rows = []
     for row in measured:
         rows.append(row)
@@ -34,6 +37,12 @@ def keep_and_show(measured: Iterable[Row], out: Path | None) -> None:
 
 def print_tables(rows: list[Row]) -> None:
     """Every table that ``rows`` make, on stdout."""
+    from rich.console import Console  # noqa: PLC0415
+
+    from slipstream.bench.moe_table import moe_tables  # noqa: PLC0415
+    from slipstream.bench.ops_table import ops_tables  # noqa: PLC0415
+    from slipstream.bench.step_table import step_tables  # noqa: PLC0415
+
     console = Console(width=WIDTH)
     # Printed by us: rich ends the process with 1 where the reader of a pipe has gone.
     with console.capture() as text:
@@ -43,17 +52,27 @@ def print_tables(rows: list[Row]) -> None:
     print(text.get(), end="", flush=True)
 
 
+def check_named(dtype: str | None, device: str | None = None) -> None:
+    """ConfigError for a ``--dtype`` or ``--device`` there is none of, before torch is loaded."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: expected {', '.join(DTYPES)}")
+    if device is not None and device not in DEVICES:
+        raise ConfigError(f"--device {device}: expected auto, cuda or cpu")
+
+
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of ``--dtype``. Raises ConfigError."""
-    if name not in DTYPES:
-        raise ConfigError(f"--dtype {name}: expected {', '.join(DTYPES)}")
-    return DTYPES[name]
+    check_named(name)
+    import torch  # noqa: PLC0415
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
 def device_of(name: str) -> torch.device:
     """The device of ``--device``. Raises ConfigError."""
-    if name not in ("auto", "cuda", "cpu"):
-        raise ConfigError(f"--device {name}: expected auto, cuda or cpu")
+    check_named(None, name)
+    import torch  # noqa: PLC0415
+
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no CUDA device; use cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

@@ -5,10 +5,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.bench.step import StepRequest, bench_step
-from slipstream.bench.step_arms import ARMS, select_arms
-from slipstream.bench.step_curve import CurveRequest, bench_curve
-from slipstream.bench.step_model import SIZES, step_model
+from slipstream.cli.bench_names import STEP_ARMS, STEP_SIZES
 from slipstream.cli.bench_options import device_of, keep_and_show, say
 
 DEFAULT_ARMS = "stock,stock-liger,slipstream-cache,slipstream"
@@ -19,13 +16,13 @@ def step(
     recipe: Annotated[
         str | None,
         typer.Argument(
-            help=f"Recipe (.toml) whose model section gives the shape, or {', '.join(SIZES)}; "
+            help=f"Recipe (.toml) whose model section gives the shape, or {', '.join(STEP_SIZES)}; "
             "default: OLMoE with 8 layers (small with --curve)."
         ),
     ] = None,
     arms: Annotated[
         str | None,
-        typer.Option(help=f"List of {', '.join(ARMS)}; default: {DEFAULT_ARMS}."),
+        typer.Option(help=f"List of {', '.join(STEP_ARMS)}; default: {DEFAULT_ARMS}."),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
     batch: Annotated[
@@ -46,6 +43,11 @@ def step(
 ) -> None:
     """Forward, backward and AdamW of a Hugging Face Qwen3-MoE in stacks that are compared."""
     where = device_of(device)
+    from slipstream.bench.step import StepRequest, bench_step  # noqa: PLC0415
+    from slipstream.bench.step_arms import select_arms  # noqa: PLC0415
+    from slipstream.bench.step_curve import CurveRequest, bench_curve  # noqa: PLC0415
+    from slipstream.bench.step_model import step_model  # noqa: PLC0415
+
     source = recipe or (None if curve is None else "small")
     sequences, length = (4, 4096) if curve is None else (8, 512)
     model = step_model(source, layers=layers, batch=batch or sequences, seq_len=seq or length)

@@ -8,9 +8,6 @@ from typing import Annotated, Any
 import tomli_w
 import typer
 
-from slipstream.config import difference, to_toml
-from slipstream.train.config import RunConfig, load_run_config
-
 app = typer.Typer(
     no_args_is_help=True, help="Show the resolved config of a recipe, or the JSON schema."
 )
@@ -25,6 +22,9 @@ def show(
     diff: Annotated[bool, typer.Option("--diff", help="Only what differs from defaults.")] = False,
 ) -> None:
     """Print the config a recipe and its overrides resolve to, as TOML."""
+    from slipstream.config import difference, to_toml  # noqa: PLC0415
+    from slipstream.train.config import load_run_config  # noqa: PLC0415
+
     config = load_run_config(recipe, overrides or [])
     text = tomli_w.dumps(difference(config)) if diff else to_toml(config)
     print(text, end="")
@@ -33,6 +33,8 @@ def show(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of recipes (an editor completes and checks them with it)."""
+    from slipstream.train.config import RunConfig  # noqa: PLC0415
+
     text = json.dumps(_portable(RunConfig.model_json_schema()), indent=2, allow_nan=False)
     print(text)
 

@@ -4,17 +4,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import typer
 
-from slipstream.data.tokenizer_file import find_end_token
-from slipstream.models import size
-from slipstream.models.hf import export_folder
-from slipstream.models.hf.tokenizer import read_tokenizer
-from slipstream.train.restore import load_trained
-
 app = typer.Typer(help="Convert a run to a Hugging Face model folder.")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @app.command()
@@ -33,13 +25,19 @@ def export_model(
     ] = False,
 ) -> None:
     """Write RUN so that AutoModelForCausalLM.from_pretrained(HF_DIR) loads it."""
+    import torch  # noqa: PLC0415
+
+    from slipstream.models import size  # noqa: PLC0415
+    from slipstream.models.hf import export_folder  # noqa: PLC0415
+    from slipstream.train.restore import load_trained  # noqa: PLC0415
+
     trained = load_trained(run, checkpoint)
     name = export_folder(
         trained.model,
         to,
         trained.tokenizer_json,
         family,
-        DTYPES[dtype],
+        {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype],
         tokenizer_config=tokenizer_config(run, trained.tokenizer_json),
         overwrite=overwrite,
     )
@@ -52,6 +50,9 @@ def tokenizer_config(run: Path, tokenizer_json: str | None) -> dict[str, Any] | 
     """The tokenizer_config.json beside the model, else one with the end token of the vocabulary."""
     if tokenizer_json is None:
         return None
+    from slipstream.data.tokenizer_file import find_end_token  # noqa: PLC0415
+    from slipstream.models.hf.tokenizer import read_tokenizer  # noqa: PLC0415
+
     text, config = read_tokenizer(run)
     if text == tokenizer_json and config is not None:
         return config

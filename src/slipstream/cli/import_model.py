@@ -5,9 +5,6 @@ from typing import Annotated
 
 import typer
 
-from slipstream.models import size
-from slipstream.models.hf import import_folder
-
 app = typer.Typer(help="Convert a Hugging Face model folder to a Slipstream one.")
 
 
@@ -22,6 +19,9 @@ def import_model(
     ] = False,
 ) -> None:
     """Convert HF_DIR (llama, qwen3, mixtral, qwen3_moe, olmoe); values are kept bit for bit."""
+    from slipstream.models import size  # noqa: PLC0415
+    from slipstream.models.hf import import_folder  # noqa: PLC0415
+
     config = import_folder(hf_dir, to, overwrite=overwrite)
     tokenizer = "with" if (to / "tokenizer.json").is_file() else "without"
     print(f"{to}: {size(config).total:,} parameters, {tokenizer} tokenizer.json")

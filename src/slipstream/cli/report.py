@@ -7,8 +7,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.report import loss_curve, summarise
-
 app = typer.Typer(help="Summarise a run and draw its loss curve.")
 
 
@@ -20,6 +18,8 @@ def report(
     ] = None,
 ) -> None:
     """Summarise a run and draw its loss curve."""
+    from slipstream.report import loss_curve, summarise  # noqa: PLC0415
+
     summary = summarise(run)
     table = Table(show_header=False, box=None, title=f"run {run}", title_justify="left")
     for name, text in summary.lines():

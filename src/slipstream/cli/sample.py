@@ -3,13 +3,9 @@
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from slipstream.data.tokenizers import load_tokenizer
 from slipstream.errors import ConfigError
-from slipstream.models.generate import check_sampling, generate
-from slipstream.train import load_trained
 
 app = typer.Typer(help="Continue a prompt with a trained model.")
 
@@ -30,9 +26,15 @@ def sample(
     ] = None,
 ) -> None:
     """Continue a prompt with a trained model; prints the prompt and what follows."""
-    check_sampling(temperature, top_p, seed)
     if checkpoint not in ("latest", "best"):
         raise ConfigError(f"--checkpoint {checkpoint}: expected latest or best")
+    import torch  # noqa: PLC0415
+
+    from slipstream.data.tokenizers import load_tokenizer  # noqa: PLC0415
+    from slipstream.models.generate import check_sampling, generate  # noqa: PLC0415
+    from slipstream.train import load_trained  # noqa: PLC0415
+
+    check_sampling(temperature, top_p, seed)
     trained = load_trained(run, checkpoint)
     if tokenizer is None and trained.tokenizer_json is None:
         raise ConfigError(f"{run}: has no tokenizer.json; give one with --tokenizer")

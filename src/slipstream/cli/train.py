@@ -5,9 +5,6 @@ from typing import Annotated
 
 import typer
 
-from slipstream.train import load_run_config
-from slipstream.train import train as run_training
-
 app = typer.Typer(help="Train a model from a recipe.")
 
 
@@ -29,5 +26,8 @@ def train(
     On several GPUs: torchrun --nproc-per-node N -m slipstream train RECIPE ...
     SIGTERM or Ctrl-C saves a checkpoint and exits with 0.
     """
+    from slipstream.train import load_run_config  # noqa: PLC0415
+    from slipstream.train import train as run_training  # noqa: PLC0415
+
     config = load_run_config(recipe, overrides or [])
     run_training(config, run_dir or Path("runs") / recipe.stem, resume=resume)

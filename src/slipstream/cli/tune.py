@@ -1,21 +1,21 @@
 """``slipstream tune``: measure kernel configurations on this device and keep the fastest."""
 
+from __future__ import annotations
+
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.bench.moe_problem import SHAPES, parse_shape
-from slipstream.bench.moe_tune import Tuned, TuneRequest, require_device, rules, tune_moe
-from slipstream.cli.bench import DEFAULT_SHAPES
-from slipstream.cli.bench_options import DTYPES
-from slipstream.errors import ConfigError
-from slipstream.ops.moe.experts import tuned
+from slipstream.cli.bench_names import MOE_SHAPES, TUNED_VARIABLE
+from slipstream.cli.bench_options import device_of, dtype_of
+
+if TYPE_CHECKING:
+    from slipstream.bench.moe_tune import Tuned
 
 app = typer.Typer(
     add_completion=False, help="Measure kernel configurations on this device and keep the fastest."
@@ -31,24 +31,29 @@ def tune() -> None:
 def moe(
     shape: Annotated[
         list[str] | None,
-        typer.Option(help=f"T,D,F,E,K or one of {', '.join(SHAPES)}; may be repeated."),
+        typer.Option(help=f"T,D,F,E,K or {', '.join(MOE_SHAPES)}, or NAME-short; may be repeated."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     out: Annotated[
         Path | None,
-        typer.Option(
-            help=f"File to write; default: where {tuned.ENVIRONMENT} points, or ~/.config."
-        ),
+        typer.Option(help=f"File to write; default: where {TUNED_VARIABLE} points, or ~/.config."),
     ] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed turns of all candidates.")] = 15,
 ) -> None:
     """Tune the expert kernels for the shapes that will be trained."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: expected {', '.join(DTYPES)}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen, device = dtype_of(dtype), device_of("auto")
+    from slipstream.bench.moe_problem import parse_shape  # noqa: PLC0415
+    from slipstream.bench.moe_tune import (  # noqa: PLC0415
+        TuneRequest,
+        require_device,
+        rules,
+        tune_moe,
+    )
+    from slipstream.ops.moe.experts import tuned  # noqa: PLC0415
+
     request = TuneRequest(
-        shapes=[parse_shape(text) for text in shape or DEFAULT_SHAPES],
-        dtype=DTYPES[dtype],
+        shapes=[parse_shape(text) for text in shape or MOE_SHAPES],
+        dtype=chosen,
         device=device,
         repetitions=repetitions,
     )

@@ -1,5 +1,7 @@
 """``slipstream verify``: prove on this machine that every op is as accurate as it claims."""
 
+from __future__ import annotations
+
 import json
 import os
 import shutil
@@ -8,7 +10,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,9 +18,11 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from slipstream.cli.bench_names import DTYPES
 from slipstream.errors import ConfigError
-from slipstream.hw import describe
-from slipstream.verify import DTYPES, Options, Row, certificate, passed, pick_device, verify
+
+if TYPE_CHECKING:
+    from slipstream.verify import Row
 
 app = typer.Typer(add_completion=False, help="Hold every op on this machine to its fp64 truth.")
 EXIT_FAILED = 1
@@ -53,13 +57,22 @@ def run(
     An error may be 1.5 times that of eager PyTorch in the same dtype plus one rounding unit, for
     outputs and gradients. Exit code 1 if anything fails.
     """
+    target = None if json_path is None else _target(json_path)
+    from slipstream.hw import describe  # noqa: PLC0415
+    from slipstream.verify import (  # noqa: PLC0415
+        Options,
+        certificate,
+        passed,
+        pick_device,
+        verify,
+    )
+
     options = Options(
         only=_split(only),
         device=device,
         dtypes=_split(dtype) or tuple(DTYPES),
         quick=quick,
     )
-    target = None if json_path is None else _target(json_path)
     begin = time.perf_counter()
     with _progress() as progress:
         rows = verify(options, progress)
