@@ -1,11 +1,12 @@
 """A model keeps a bounded number of position tables and they are those of every length."""
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream.models import ModelConfig, Transformer
+from slipstream.models import ModelConfig, Transformer, transformer
 from slipstream.models.generate import generate
 from slipstream.ops import rope_tables
 
@@ -66,6 +67,20 @@ def test_generating_keeps_no_table_per_token(scaling: str) -> None:
     assert len(generate(model, [1], 60)) == 60
     assert len(model._tables) <= 2
     assert kept_rows(model) <= ORIGINAL + 32
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_recorded_graph_keeps_the_tables_it_reads(
+    scaling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, device = build(scaling), torch.device("cpu")
+    monkeypatch.setattr(transformer, "_recording", lambda _: True)
+    read = [weakref.ref(t.untyped_storage()) for t in model._rope(5, device)]
+    model._rope(5, device)
+    monkeypatch.setattr(transformer, "_recording", lambda _: False)
+    for length in LENGTHS:
+        model._rope(length, device)
+    assert all(storage() is not None for storage in read)
 
 
 @pytest.mark.parametrize("scaling", ["none", "dynamic", "longrope"])

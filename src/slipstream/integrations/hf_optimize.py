@@ -5,10 +5,12 @@ it gets a forward of its own, on this instance. Parameters, names and classes st
 recognised stays and is listed with the reason. ``slipstream.restore`` undoes all of it.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from slipstream import recompute
@@ -26,6 +28,7 @@ from slipstream.integrations.hf_optimize_layers import (
 )
 from slipstream.integrations.hf_optimize_loss import (
     bind_loss,
+    follow_head,
     is_model,
     read_loss,
     unbind_loss,
@@ -46,6 +49,7 @@ from slipstream.integrations.hf_optimize_state import (
     state_of,
     unbind,
 )
+from slipstream.integrations.hf_optimize_watch import follow, skipped, unwatch, watch
 
 
 class Kind(NamedTuple):
@@ -152,16 +156,13 @@ def optimize(
     two), attention, layer and loss.
     ``recompute_budget_gib``: GiB that the peak of a training call on ``sample``, its keyword
     arguments, may have, all that is allocated now included; layers then give up what costs least
-    to make again. Optimizing twice changes nothing but that. Raises ConfigError, the model then
+    to make again. Optimizing twice changes nothing but that, and replaces what was put in place
+    since; kinds skipped before stay so until ``restore``. Raises ConfigError, the model then
     being as it was.
     """
     _check(model)
     left = _kinds(skip)
-    if recompute_budget_gib is not None and sample is None:
-        raise ConfigError(
-            "optimize: recompute_budget_gib needs sample, the keyword arguments of one training "
-            "call, as large as in training and on the model's device"
-        )
+    _check_sample(model, recompute_budget_gib, sample)
     already = _replaced(model)
     late = ", ".join(sorted(already & left))
     if late:
@@ -169,8 +170,9 @@ def optimize(
             f"optimize: skip names {late}, which an earlier call replaced; call "
             "slipstream.restore(model) first"
         )
-    kept = {} if already else _replace(model, left)
-    report = replace(_report(model, kept), already=bool(already))
+    before = _count(model)
+    kept = _replace(model, left | _left_before(model))
+    report = replace(_report(model, kept), already=bool(already) and _count(model) == before)
     if recompute_budget_gib is None or sample is None:
         return report
     try:
@@ -183,6 +185,8 @@ def optimize(
 
 def _plan(model: nn.Module, sample: Mapping[str, Any], budget_gib: float) -> recompute.Plan:
     """What each layer keeps from now on, decided while training."""
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        sample = {"use_cache": False, **sample}  # a cache would hold what layers are to let go of
     modes = [(module, module.training) for module in model.modules()]
     model.train()
     try:
@@ -203,6 +207,7 @@ def restore(model: nn.Module) -> None:
             (unbind_loss if state.kind == "loss" else unbind)(module)
             for name in ("recompute", "recompute_actions"):
                 module.__dict__.pop(name, None)
+        unwatch(module, _follow)
 
 
 def _check(model: nn.Module) -> None:
@@ -222,6 +227,24 @@ def _check(model: nn.Module) -> None:
                 f"optimize: {name or type(module).__name__} is compiled already; optimize the "
                 "model first, then compile it"
             )
+
+
+def _check_sample(model: nn.Module, budget_gib: float | None, sample: Any) -> None:
+    if budget_gib is None:
+        return
+    expected = "the keyword arguments of one training call, as large as in training and on the "
+    expected += "model's device"
+    if sample is None:
+        raise ConfigError(f"optimize: recompute_budget_gib needs sample, {expected}")
+    if not isinstance(sample, Mapping) or not all(isinstance(name, str) for name in sample):
+        raise ConfigError(
+            f"optimize: sample is a {type(sample).__name__}, expected a dict of {expected}"
+        )
+    outer = next(module for module in model.modules() if is_model(module))
+    if outer.get_output_embeddings() is not None and sample.get("labels") is None:
+        raise ConfigError(
+            f"optimize: sample has no labels, expected {expected}; add labels=input_ids"
+        )
 
 
 def _kinds(skip: Iterable[str]) -> frozenset[str]:
@@ -244,14 +267,27 @@ def _replaced(model: nn.Module) -> frozenset[str]:
     return frozenset(state.kind for state in states if state is not None)
 
 
+def _count(model: nn.Module) -> int:
+    """How many modules run our code."""
+    return sum(state_of(module) is not None for module in model.modules())
+
+
+def _left_before(model: nn.Module) -> frozenset[str]:
+    """Kinds that an earlier call was to leave."""
+    return frozenset().union(*(skipped(module) for module in model.modules()))
+
+
 def _replace(model: nn.Module, skip: frozenset[str]) -> dict[tuple[str, str], list[str]]:
     """Bind what can be bound; for what stays, its names by class and reason."""
     kept: dict[tuple[str, str], list[str]] = {}
     for name, module in model.named_modules():
-        reason = None
-        if is_model(module):
+        reason, state = None, state_of(module)
+        if state is not None:
+            reason = follow_head(module) if state.kind == "loss" else None
+        elif is_model(module):
             if module.get_output_embeddings() is not None:
-                settings = SKIPPED if "loss" in skip else read_loss(module)
+                with torch.autocast("cpu", enabled=False):
+                    settings = SKIPPED if "loss" in skip else read_loss(module)
                 if isinstance(settings, str):
                     reason = settings
                 else:
@@ -260,7 +296,17 @@ def _replace(model: nn.Module, skip: frozenset[str]) -> dict[tuple[str, str], li
             reason = _replace_one(module, skip)
         if reason is not None:
             kept.setdefault((type(module).__name__, reason), []).append(name)
+    for module in model.modules():
+        # The innermost ones: adapter models run those around them without their hooks.
+        if is_model(module) and not any(map(is_model, list(module.modules())[1:])):
+            watch(module, skip, _follow)
     return kept
+
+
+def _follow(model: nn.Module, _: Any) -> None:
+    """Before a forward of an optimized model: parts put in place since then are replaced too."""
+    if not torch.compiler.is_compiling():
+        follow(model, _replace_one, _follow)
 
 
 def _replace_one(module: nn.Module, skip: frozenset[str]) -> str | None:
@@ -272,7 +318,8 @@ def _replace_one(module: nn.Module, skip: frozenset[str]) -> str | None:
         return SKIPPED
     if own_forward(module):
         return "another library has bound a forward to it"
-    settings = KINDS[kind].read(module)
+    with torch.autocast("cpu", enabled=False):  # which would round what is compared
+        settings = KINDS[kind].read(module)
     if settings is None:
         return KINDS[kind].otherwise
     bind(module, kind, KINDS[kind].forward, settings)

@@ -15,7 +15,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slipstream import ops
 from slipstream.integrations.hf_optimize_linear import can_join, joint_linear
-from slipstream.integrations.hf_optimize_state import KEY, ours, settings_if_plain
+from slipstream.integrations.hf_optimize_state import (
+    KEY,
+    action_of,
+    ours,
+    settings_if_plain,
+)
 from slipstream.nn.attention import backend_order
 from slipstream.nn.saved import recomputed
 
@@ -55,21 +60,23 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``(B, L, D)`` to ``(B, L, D)``, and the attention weights if the implementation has them."""
+    action = action_of(self)
     call = _Call(self, position_embeddings, attention_mask, kwargs)
     linears = (self.q_proj, self.k_proj, self.v_proj)
     if call.norm is None or not can_join(linears):
         return call.attend(*call.heads_in_steps(linears, hidden_states))
-    action = self.__dict__.get("recompute", "keep")
     if action in ("keep", "reemit") or call.cache is not None:
         return call.attend(*call.heads(joint_linear(hidden_states, linears)))
-    return _again(call, linears, hidden_states, action), None
+    return _again(call, linears, hidden_states, action)
 
 
-def _again(call: "_Call", linears: Any, x_BLD: torch.Tensor, action: str) -> torch.Tensor:
-    """The attention with some of its values made again in backward."""
+def _again(
+    call: "_Call", linears: Any, x_BLD: torch.Tensor, action: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same as ``attend``, with some of its values made again in backward."""
     if action == "rope":
         qkv = joint_linear(x_BLD, linears)
-        return recomputed(call.heads, lambda *heads: call.attend(*heads)[0], qkv)
+        return recomputed(call.heads, lambda *heads: call.attend(*heads), qkv)
 
     def make(y_BLD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         qkv = joint_linear(y_BLD, linears)
@@ -77,12 +84,17 @@ def _again(call: "_Call", linears: Any, x_BLD: torch.Tensor, action: str) -> tor
 
     def make_all(y_BLD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         made = make(y_BLD)
-        return *made, call.mix(*made[1:])[0]
+        mixed, weights = call.mix(*made[1:])
+        return (*made, mixed) if weights is None else (*made, mixed, weights)
+
+    def use_all(*made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        mixed, weights = (*made[4:], None)[:2]
+        return call.finish(mixed), weights
 
     # Dropout would draw other numbers the second time.
     if action == "full" and not call.arguments.get("dropout"):
-        return recomputed(make_all, lambda *made: call.finish(made[-1]), x_BLD)
-    return recomputed(make, lambda _, *heads: call.attend(*heads)[0], x_BLD)
+        return recomputed(make_all, use_all, x_BLD)
+    return recomputed(make, lambda _, *heads: call.attend(*heads), x_BLD)
 
 
 class _Call:

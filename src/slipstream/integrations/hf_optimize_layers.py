@@ -22,7 +22,14 @@ from slipstream.integrations.hf_optimize_probe import (
     NormSettings,
     RouterSettings,
 )
-from slipstream.integrations.hf_optimize_state import KEY, ours, runs, settings_if_plain, state_of
+from slipstream.integrations.hf_optimize_state import (
+    KEY,
+    action_of,
+    ours,
+    runs,
+    settings_if_plain,
+    state_of,
+)
 from slipstream.nn.offload import offloading
 from slipstream.nn.saved import Recompute, recomputed, region
 from slipstream.ops import moe
@@ -75,7 +82,7 @@ def add_norm(
 @ours
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """``down(f(gate(x)) * up(x))``."""
-    kind, action = self.__dict__[KEY].settings, self.__dict__.get("recompute", "keep")
+    kind, action = self.__dict__[KEY].settings, action_of(self)
     linears, down = (self.gate_proj, self.up_proj), self.down_proj
     joint = can_join(linears) and adjacent([linear.weight for linear in linears])
 
@@ -111,7 +118,7 @@ def moe_forward(
     self: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The MoE block, plus ``residual`` if given."""
-    x_TD = hidden_states.flatten(0, -2)
+    action, x_TD = action_of(self), hidden_states.flatten(0, -2)
     if not _whole(self.gate, self.experts):
         _, weight_TK, expert_TK = self.gate(x_TD)
         out = self.experts(x_TD, expert_TK, weight_TK).view_as(hidden_states)
@@ -119,7 +126,7 @@ def moe_forward(
     *_, x_TD, routing = self.gate(x_TD, whole=True)
     inside = residual is not None and _stays(residual, x_TD)
     residual_TD = residual.flatten(0, -2) if inside else None
-    save = "x" if self.__dict__.get("recompute") in ("experts", "full") else "h"
+    save = "x" if action in ("experts", "full") else "h"
     out_TD = _experts(self.experts, x_TD, routing, residual_TD, save)
     # No view to autograd: wrappers put hooks on what a layer returns.
     out = torch.ops.aten._unsafe_view(out_TD, hidden_states.shape)
@@ -191,7 +198,7 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: 
 
 
 def _layer(self: Any, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    if self.__dict__.get("recompute") == "offload":
+    if action_of(self) == "offload":
         with offloading(self, enabled=True):
             return _sublayers(self, x, kwargs)
     return _sublayers(self, x, kwargs)

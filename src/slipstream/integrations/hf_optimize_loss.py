@@ -6,6 +6,7 @@ and returns logits of width 0; its loss function, asked with those, returns that
 """
 
 import inspect
+import warnings
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from slipstream import ops
+from slipstream.errors import ConfigError
 from slipstream.integrations.hf_optimize_linear import is_plain_weight
 from slipstream.integrations.hf_optimize_probe import Stub, attempt, numbers, same, stand_in
 from slipstream.integrations.hf_optimize_state import (
@@ -24,11 +26,14 @@ from slipstream.integrations.hf_optimize_state import (
     bind,
     own_forward,
     settings_if_plain,
+    state_of,
     unbind,
 )
 
 TASK = "_slipstream_loss"
 LOSS = "_loss_function"
+KEPT = "_slipstream_kept_head"
+"""The head that cannot make the loss, of which the user was told."""
 SHARDED = "FSDPLinear"
 """What ``fully_shard`` makes of the class of a linear layer."""
 CACHE_OPTIONS = ("use_cache", "cache", "past_key_values")
@@ -79,8 +84,44 @@ def _skips(self: Any, skip_logits: bool | None, call: dict[str, Any]) -> bool:
         return False
     if call.get("return_dict", getattr(self.config, "return_dict", True)) is False:
         return False
-    head, loss = self.lm_head, self.__dict__.get(LOSS)
-    return getattr(loss, "__func__", None) is head_loss and _is_ours(head)
+    if getattr(self.__dict__.get(LOSS), "__func__", None) is not head_loss:
+        return False
+    if _is_ours(self.lm_head):
+        return True
+    if self.__dict__[KEPT] is self.lm_head:
+        return False
+    if torch.compiler.is_compiling():
+        raise ConfigError(
+            "optimize: lm_head was changed after slipstream.optimize; call slipstream.optimize "
+            "once more before the model is compiled"
+        )
+    reason = follow_head(self)
+    if reason is not None:
+        warnings.warn(
+            f"optimize: {type(self).__name__} makes logits while training: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return reason is None
+
+
+def follow_head(model: Any) -> str | None:
+    """Have the head make the loss, if another one is in its place too; the reason if it cannot."""
+    head = model._modules.get("lm_head")
+    if head is None:
+        return "it has no lm_head any more"
+    if state_of(head) is None and _is_plain(head):
+        bind(head, "head", head_forward, ())
+    if _is_ours(head):
+        return None
+    model.__dict__[KEPT] = head
+    if state_of(head) is None:
+        return f"its lm_head is now a {type(head).__name__}, expected a plain nn.Linear, no bias"
+    return "hooks on its lm_head, a wrapper around it or the kind of its weight want them"
+
+
+def _is_plain(head: nn.Module) -> bool:
+    return type(head) is nn.Linear and head.bias is None and not own_forward(head)
 
 
 def _is_ours(head: nn.Module) -> bool:
@@ -135,9 +176,9 @@ class _Beside(torch.autograd.Function):
         return grads[0], None
 
 
-def head_loss(head: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def head_loss(model: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The model's loss function: what the head has found, or the usual one of the logits."""
-    task = getattr(head, TASK, None) if TASK in head.__dict__ else None
+    task: LossTask | None = model.lm_head.__dict__.get(TASK)
     if task is None or task.loss is None:
         return ForCausalLMLoss(logits, *args, **kwargs)
     return task.loss
@@ -200,7 +241,8 @@ def bind_loss(model: Any, settings: LossSettings) -> None:
     """Give this model its head and loss as one op."""
     head = model.lm_head
     bind(head, "head", head_forward, ())
-    model.__dict__[LOSS] = MethodType(head_loss, head)
+    model.__dict__[KEPT] = None
+    model.__dict__[LOSS] = MethodType(head_loss, model)
     bind(model, "loss", _with_signature_of(model.forward), settings)
 
 
@@ -221,5 +263,6 @@ def _with_signature_of(stock: Any) -> Any:
 def unbind_loss(model: Any) -> None:
     """Undo ``bind_loss`` but for the head."""
     unbind(model)
+    model.__dict__.pop(KEPT, None)
     if getattr(model.__dict__.get(LOSS), "__func__", None) is head_loss:
         del model.__dict__[LOSS]

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 from torch import nn
 
 from slipstream.errors import ConfigError
+from slipstream.nn.site import check_action
 
 KEY = "_slipstream"
 
@@ -46,6 +47,15 @@ class State:
 def state_of(module: nn.Module) -> State | None:
     """The record of a replaced module; None for any other."""
     return module.__dict__.get(KEY)
+
+
+def action_of(module: nn.Module) -> str:
+    """What backward keeps of a replaced module; ConfigError for an action it does not know."""
+    action, actions = module.__dict__.get("recompute", "keep"), ("keep",)
+    if action != "keep":
+        actions = module.__dict__.get("recompute_actions", actions)
+        check_action(type(module).__name__, action, actions)
+    return action
 
 
 def own_forward(module: nn.Module) -> bool:

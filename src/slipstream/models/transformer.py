@@ -16,6 +16,7 @@ from slipstream.models.config import ModelConfig, MoEConfig
 from slipstream.nn import MLP, Attention, Linear, LossSums, MoE, Norm, TokenLoss
 from slipstream.nn.attention import Positions, document_mask
 from slipstream.nn.offload import offloading
+from slipstream.nn.site import Site
 from slipstream.ops import rope_tables
 
 
@@ -30,7 +31,7 @@ class ModelOutput(NamedTuple):
     """(B, L, V) fp32, if no targets were given."""
 
 
-class Layer(nn.Module):
+class Layer(Site):
     """Attention and a feed-forward block, each behind a norm.
 
     ``recompute``: keep, or offload what the parts keep for backward to the host's memory.
@@ -40,7 +41,6 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.recompute = "keep"
         self.attention_norm = _norm(config)
         self.attention = Attention(
             config.d_model,
@@ -107,6 +107,7 @@ class Transformer(nn.Module):
         )
         self.compute_dtype: torch.dtype | None = None
         self._tables: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._recorded: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.reset_parameters()
 
     def forward(
@@ -164,6 +165,9 @@ class Transformer(nn.Module):
         rows = len(self._tables[key][0]) if key in self._tables else 0
         if rows < length or (kind == "grown" and rows != length):
             self._tables[key] = rope_tables(self.config.rope_spec(), length, device)
+        if _recording(device):
+            # A longer sequence replaces the table, which every replay of this graph reads.
+            self._recorded.append(self._tables[key])
         cos, sin = self._tables[key]
         return cos[:length], sin[:length]
 
@@ -178,6 +182,13 @@ class Transformer(nn.Module):
         self.norm.reset_parameters()
         if self.head is not None:
             self.head.reset_parameters(std)
+
+
+def _recording(device: torch.device) -> bool:
+    """Whether a CUDA graph records what is run now."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _table_kind(config: ModelConfig, length: int) -> str:

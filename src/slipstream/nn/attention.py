@@ -5,13 +5,13 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slipstream import ops
 from slipstream.nn.linear import Linear
 from slipstream.nn.norm import Norm, Normed
 from slipstream.nn.saved import recomputed
+from slipstream.nn.site import Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def backend_order(device: torch.device, dtype: torch.dtype) -> list[SDPBackend]:
     return [flash, SDPBackend.CUDNN_ATTENTION, efficient, math]
 
 
-class Attention(nn.Module):
+class Attention(Site):
     """H query heads over G key/value heads of width C; ``wqkv ((H + 2G) * C, D)`` in that order.
 
     ``recompute``: what backward keeps. keep: the normed input, qkv, q, k and the output; reemit:
@@ -76,7 +76,6 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.qk_norm, self.clip_qkv = qk_norm, clip_qkv
         self.norm_eps, self.norm_cast = norm_eps, norm_cast
-        self.recompute = "keep"
         self.wqkv = Linear(dim, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
         self.wo = Linear(num_heads * head_dim, dim, bias=out_bias)
         if qk_norm != "none":

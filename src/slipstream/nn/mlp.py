@@ -1,16 +1,16 @@
 """The dense feed-forward block: gate and up in one matrix product, activation, down."""
 
 import torch
-from torch import nn
 
 from slipstream import ops
 from slipstream.nn.linear import Linear
 from slipstream.nn.norm import Normed
 from slipstream.nn.saved import recomputed
+from slipstream.nn.site import Site
 from slipstream.ops.activation import is_gated
 
 
-class MLP(nn.Module):
+class MLP(Site):
     """``w2(activation(w13(x)))``; ``w13 (2F, D)`` holds the gate rows, then the up rows.
 
     ``recompute``: what backward keeps. keep: the normed input, the hidden values before and behind
@@ -21,7 +21,7 @@ class MLP(nn.Module):
 
     def __init__(self, dim: int, hidden: int, *, activation: str, bias: bool = False) -> None:
         super().__init__()
-        self.activation, self.recompute = activation, "keep"
+        self.activation = activation
         self.w13 = Linear(dim, hidden * (2 if is_gated(activation) else 1), bias=bias)
         self.w2 = Linear(hidden, dim, bias=bias)
 

@@ -13,6 +13,7 @@ from torch import nn
 from slipstream.errors import ConfigError
 from slipstream.nn.mlp import MLP
 from slipstream.nn.norm import Normed
+from slipstream.nn.site import Site
 from slipstream.ops import check, moe
 from slipstream.ops.activation import is_gated
 from slipstream.ops.moe import Routing
@@ -30,7 +31,7 @@ class MoEStats(NamedTuple):
     """fp32 scalar: slots moved by load balancing."""
 
 
-class MoE(nn.Module):
+class MoE(Site):
     """Router, E experts of which each token uses K, optional shared expert, summed.
 
     ``recompute``: what backward keeps. keep: the normed input and the experts' hidden values; norm:
@@ -73,7 +74,6 @@ class MoE(nn.Module):
         super().__init__()
         _check(threshold=threshold, window=window, ramp=ramp, shared_hidden=shared_hidden)
         self.activation, self.top_k, self.aux_scope = activation, top_k, aux_scope
-        self.recompute = "keep"
         self.score, self.normalize, self.scale = score, normalize, scale
         self.num_groups, self.top_groups, self.group_top = num_groups, top_groups, group_top
         self.bias_update_rate = bias_update_rate
