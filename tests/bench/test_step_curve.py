@@ -31,13 +31,24 @@ def test_an_arm_may_differ_by_as_much_as_seeds_do_and_no_more() -> None:
     near = [[4.0] * 10 + [2.25] * 10, [4.0] * 10 + [2.5] * 10]
     found = agreement(near, stock)
     assert found.spread == [0.0] * 5 + [0.5] * 5
-    assert found.difference == [0.0] * 5 + [0.25] * 5
+    assert found.difference == [0.0] * 5 + [0.125] * 5
+    assert found.paired == [0.0] * 5 + [0.25] * 5
     assert found.within
-    far = [stock[0], [4.0] * 10 + [3.25] * 10]
-    assert agreement(far, stock).difference[-1] == 0.75
+    far = [stock[0], [4.0] * 10 + [3.75] * 10]
+    assert agreement(far, stock).difference[-1] == 0.625
     assert not agreement(far, stock).within
     # In the first windows seeds agree exactly here, and so must the arm.
     assert not agreement([[4.01] * 20, stock[1]], stock).within
+
+
+def test_seeds_that_drift_both_ways_are_noise_and_a_shift_of_all_is_not() -> None:
+    stock = [[2.0] * 10, [2.5] * 10, [3.0] * 10]
+    swapped = [stock[2], stock[1], stock[0]]
+    found = agreement(swapped, stock)
+    assert found.paired == [1.0] * 10
+    assert found.difference == [0.0] * 10
+    assert found.within
+    assert not agreement([[x + 1.01 for x in curve] for curve in stock], stock).within
 
 
 def test_nan_is_never_within() -> None:

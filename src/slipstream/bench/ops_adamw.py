@@ -1,5 +1,7 @@
 """One AdamW step over 32 tensors, in the three ways of keeping weights.
 
+Ours and the compiled code take them as one flat bucket, as ``FlatAdamW`` keeps weights; PyTorch's
+fused kernel takes a list of 32, as its optimizer does.
 ``master``: 16-bit weights and gradients, fp32 masters and moments. ``fp32``: all fp32. ``bf16``:
 weights, gradients and moments in 16 bits, as a model that is trained in pure bf16 has them.
 """
@@ -72,16 +74,16 @@ def _case(shape: OpShape, op: str, *, size: int, wide: bool, masters: bool) -> O
 
 
 def _ours(options: ops.AdamWOptions, t: Results) -> None:
-    lists = {name: list(tensor.unbind()) for name, tensor in t.items()}
     ops.adamw(
-        lists["param"],
-        lists["grad"],
-        lists["exp_avg"],
-        lists["exp_avg_sq"],
-        lists["step"],
-        masters=lists.get("master"),
+        [t["param"]],
+        [t["grad"]],
+        [t["exp_avg"]],
+        [t["exp_avg_sq"]],
+        [t["step"][0]],
+        masters=[t["master"]] if "master" in t else None,
         options=options,
     )
+    t["step"][1:] = t["step"][0]
 
 
 @torch.no_grad()

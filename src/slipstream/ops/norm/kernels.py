@@ -55,11 +55,16 @@ def sum_tile(
 def load_weight(
     weight_ptr, columns, offset, DTYPE: tl.constexpr, D: tl.constexpr, LLAMA: tl.constexpr
 ):  # fmt: skip
-    """``weight + offset`` in fp32, rounded to the dtype of the rows where ``LLAMA``."""
+    """``weight + offset`` in fp32, rounded to the dtype of the rows where ``LLAMA``.
+
+    ``offset`` None: zero, without an instruction for it.
+    """
     if columns.shape[0] == D:
-        weight = tl.load(weight_ptr + columns).to(tl.float32) + offset
+        weight = tl.load(weight_ptr + columns).to(tl.float32)
     else:
-        weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32) + offset
+        weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+    if offset is not None:
+        weight += offset
     if LLAMA:
         weight = weight.to(DTYPE).to(tl.float32)
     return weight
@@ -77,7 +82,7 @@ def affine(n, weight, bias_ptr, columns, DTYPE: tl.constexpr, D: tl.constexpr, L
     else:
         y = n * weight[None, :]
     if bias_ptr is not None:
-        y += load_weight(bias_ptr, columns, 0.0, DTYPE, D, LLAMA)[None, :]
+        y += load_weight(bias_ptr, columns, None, DTYPE, D, LLAMA)[None, :]
     return y.to(DTYPE)
 
 

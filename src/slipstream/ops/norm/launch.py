@@ -73,7 +73,7 @@ def forward_launch(
         stride_extra,
         num_rows,
         options.eps,
-        options.offset,
+        options.offset or None,
         D=width,
         LAYER=layer,
         LLAMA=options.cast == "llama",
@@ -212,7 +212,7 @@ def _backward_arguments(
         saved.stats,
     ]
     num_rows = dy.numel() // dy.shape[-1]
-    return tensors, [*(stride for _, stride in laid_out), num_rows, options.offset]
+    return tensors, [*(stride for _, stride in laid_out), num_rows, options.offset or None]
 
 
 def _constants(saved: Saved, options: NormOptions) -> dict[str, Any]:
