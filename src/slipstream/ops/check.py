@@ -20,13 +20,15 @@ def shape(op: str, name: str, tensor: torch.Tensor, *expected: int | None) -> No
     """Raise unless ``tensor`` has these sizes (None: any), and no more."""
     if not isinstance(tensor, torch.Tensor):
         raise ShapeError(f"{op}: {name} is {described(tensor)}, expected a tensor")
-    sizes = tuple(tensor.shape)
-    fits = len(sizes) == len(expected) and all(
-        want is None or want == have for want, have in zip(expected, sizes, strict=True)
-    )
+    sizes = tensor.shape
+    fits = len(sizes) == len(expected)
+    if fits:
+        for want, have in zip(expected, sizes, strict=True):
+            if want is not None and want != have:
+                fits = False
     if not fits:
         wanted = ", ".join("any" if want is None else str(want) for want in expected)
-        raise ShapeError(f"{op}: {name} has shape {sizes}, expected ({wanted})")
+        raise ShapeError(f"{op}: {name} has shape {tuple(sizes)}, expected ({wanted})")
 
 
 def rows(op: str, name: str, tensor: torch.Tensor, expected: str) -> None:
@@ -57,7 +59,7 @@ def last_dim(op: str, name: str, tensor: torch.Tensor, size: int) -> None:
 def same_device(op: str, **tensors: torch.Tensor | None) -> None:
     """Raise unless all given tensors live on one device."""
     devices = {name: t.device for name, t in tensors.items() if t is not None}
-    if len(set(devices.values())) > 1:
+    if len({*devices.values()}) > 1:
         placed = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ShapeError(f"{op}: tensors are on different devices ({placed}); move them to one")
 

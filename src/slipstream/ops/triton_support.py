@@ -50,6 +50,27 @@ def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 
 
+def capability(device: torch.device) -> int:
+    """Major * 10 + minor of a CUDA device."""
+    return _facts(_index(device))[0]
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many a CUDA device has."""
+    return _facts(_index(device))[1]
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@functools.cache
+def _facts(index: int) -> tuple[int, int]:
+    # Asked for at every launch; PyTorch takes microseconds to answer.
+    found = torch.cuda.get_device_properties(index)
+    return found.major * 10 + found.minor, found.multi_processor_count
+
+
 def _refuse_cuda(index: int) -> Refusal | None:
     return _refusal_of_device(index)
 

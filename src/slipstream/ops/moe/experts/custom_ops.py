@@ -3,12 +3,18 @@
 Triton is imported when an op first runs, so that importing Slipstream does not need it.
 """
 
+import functools
 from typing import Any
 
 import torch
 
 from slipstream.ops.custom import custom_op
 from slipstream.ops.moe.experts.options import ExpertsOptions
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _options(activation: str, interleaved: bool, alpha: float, limit: float) -> ExpertsOptions:
+    return ExpertsOptions(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit)
 
 
 @custom_op("moe_schedule")
@@ -50,9 +56,7 @@ def moe_forward(
     """The layer's output (T, D), or rows (N, D) without weights; and ``h``, empty if not kept."""
     from slipstream.ops.moe.experts import passes  # noqa: PLC0415
 
-    options = ExpertsOptions(
-        activation=activation, interleaved=interleaved, alpha=alpha, limit=limit
-    )
+    options = _options(activation, interleaved, alpha, limit)
     layout = passes.layout_of(order_N, position_N, offsets_E1, schedule, top_k)
     return passes.forward(
         x_TD, w13_EPD, w2_EDF, b13_EP, b2_ED, weight_TK, shared_TD, residual_TD, layout, options,
@@ -114,9 +118,7 @@ def moe_backward(
     """Gradients of x, w13, w2, b13, b2 and the weights; empty for what is not needed."""
     from slipstream.ops.moe.experts import passes  # noqa: PLC0415
 
-    options = ExpertsOptions(
-        activation=activation, interleaved=interleaved, alpha=alpha, limit=limit
-    )
+    options = _options(activation, interleaved, alpha, limit)
     layout = passes.layout_of(order_N, position_N, offsets_E1, schedule, top_k)
     return passes.backward(
         dout, x_TD, h_NP, w13_EPD, w2_EDF, b13_EP, b2_ED, weight_TK, expert_TK, layout, options,
@@ -194,9 +196,7 @@ def moe_backward_into(
     """
     from slipstream.ops.moe.experts import passes  # noqa: PLC0415
 
-    options = ExpertsOptions(
-        activation=activation, interleaved=interleaved, alpha=alpha, limit=limit
-    )
+    options = _options(activation, interleaved, alpha, limit)
     layout = passes.layout_of(order_N, position_N, offsets_E1, schedule, top_k)
     dx, _, _, *others = passes.backward(
         dout, x_TD, h_NP, w13_EPD, w2_EDF, b13_EP, b2_ED, weight_TK, expert_TK, layout, options,

@@ -29,12 +29,19 @@ from slipstream.ops.moe.experts.kernels import (
 )
 from slipstream.ops.moe.experts.options import ExpertsOptions
 from slipstream.ops.moe.experts.tuned import Tile
-from slipstream.ops.triton_support import cdiv, next_power_of_2
+from slipstream.ops.triton_support import cdiv, multiprocessors, next_power_of_2
 
 MAX_POINTWISE = 4096
 TAIL_ROWS = 64
 """Longest block of the contraction over rows that room for tails is made for."""
 ROWS_PER_TILE = TILE_ROWS.value
+
+
+class Descriptor(TensorDescriptor):
+    """A descriptor whose shape, strides and address its maker has seen to."""
+
+    def __post_init__(self) -> None:
+        """Check nothing: what Triton checks here takes longer than all else about a descriptor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +157,8 @@ def rows(
     if not layout.num_rows:
         return out
     weight, transposed = _weight_descriptor(weight_EOI, tile, split=False)
-    moe_rows_kernel[_persistent(layout, tile, cdiv(out.shape[1], tile.block_n), x.device)](
+    blocks = cdiv(out.shape[1], tile.block_n)
+    moe_rows_kernel[_persistent(layout, tile, blocks, x.device)](
         x, None if gather else _rows_descriptor(x, tile), weight, _contiguous(bias_EO), out,
         layout.order_N, layout.offsets_E1, layout.schedule,
         TOP_K=layout.top_k, WIDTH=x.shape[1], OUT=out.shape[1],
@@ -232,23 +240,24 @@ def outer(
     *,
     like: torch.Tensor,
     into: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``left[rows of e]^T right[rows of e]`` (E, L, R) in the dtype and layout of ``like``.
+    """``left[rows of e]^T right[rows of e]`` (E, L, R) in the layout of ``like``.
 
-    Added to ``into`` where given, whose layout then counts and which is returned. ``tile.flatten``
-    asks for ``layout.room`` rows behind those of both, which are overwritten; without them it has
-    no effect.
+    In ``dtype``; None: that of ``like``. Added to ``into`` where given, whose layout and dtype then
+    count and which is returned. ``tile.flatten`` asks for ``layout.room`` rows behind those of
+    both, which are overwritten; without them it has no effect.
     """
-    like = like if into is None else into
+    like, dtype = (like, dtype or like.dtype) if into is None else (into, into.dtype)
     if like.stride(1) == 1 and like.stride(2) != 1:
         flipped = None if into is None else into.mT
-        return outer(right, left, layout, tile, like=like.mT, into=flipped).mT
+        return outer(right, left, layout, tile, like=like.mT, into=flipped, dtype=dtype).mT
     shape = (layout.num_experts, left.shape[1], right.shape[1])
     if into is not None and not into.is_contiguous():
         raise AssertionError(f"gradients cannot be added to strides {into.stride()}")
     if not layout.num_rows:
-        return torch.zeros(shape, dtype=like.dtype, device=left.device) if into is None else into
-    out = torch.empty(shape, dtype=like.dtype, device=left.device) if into is None else into
+        return torch.zeros(shape, dtype=dtype, device=left.device) if into is None else into
+    out = torch.empty(shape, dtype=dtype, device=left.device) if into is None else into
     room = min(left.shape[0], right.shape[0]) - layout.num_rows
     tails = tile.flatten and room >= layout.num_experts * tile.block_k
     if tails:
@@ -276,8 +285,8 @@ def row_sum(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     width, block = x.shape[1], 64
     out = torch.empty(layout.num_experts, width, dtype=torch.float32, device=x.device)
     moe_row_sum_kernel[(layout.num_experts, cdiv(width, block))](
-        x, out, layout.offsets_E1, WIDTH=width, BLOCK=block, BLOCK_K=64
-    )
+        x, out, layout.offsets_E1, WIDTH=width, BLOCK=block, BLOCK_K=64,
+    )  # fmt: skip
     return out
 
 
@@ -383,8 +392,9 @@ def _together(x: torch.Tensor) -> int:
 
 
 def _precision(x: torch.Tensor) -> str:
-    # As cuBLAS does: fp32 in full unless the user allows TF32.
-    allowed = x.is_cuda and torch.backends.cuda.matmul.allow_tf32
+    # As cuBLAS does: fp32 in full unless the user allows TF32. Other dtypes have one precision.
+    wide = x.dtype == torch.float32 and x.is_cuda
+    allowed = wide and torch.backends.cuda.matmul.allow_tf32
     return "tf32" if allowed else "ieee"
 
 
@@ -395,27 +405,26 @@ def _persistent(layout: Layout, tile: Tile, blocks: int, device: torch.device) -
 def _grid(tiles: int, tile: Tile, device: torch.device) -> tuple[int]:
     if device.type != "cuda":
         return (max(1, min(tiles, 4)),)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return (max(1, min(tiles, processors * tile.programs_per_sm)),)
+    return (max(1, min(tiles, multiprocessors(device) * tile.programs_per_sm)),)
 
 
-def _rows_descriptor(x: torch.Tensor, tile: Tile) -> TensorDescriptor:
+def _rows_descriptor(x: torch.Tensor, tile: Tile) -> Descriptor:
     return _block_descriptor(x, tile.block_m, tile.block_k)
 
 
-def _block_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+def _block_descriptor(x: torch.Tensor, rows: int, columns: int) -> Descriptor:
+    return Descriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
-def _gradient_descriptor(out_ELR: torch.Tensor, tile: Tile) -> TensorDescriptor:
+def _gradient_descriptor(out_ELR: torch.Tensor, tile: Tile) -> Descriptor:
     columns = tile.block_n // (4 if out_ELR.dtype == torch.float32 else 2)
     block = [1, tile.block_m, columns]
-    return TensorDescriptor(out_ELR, list(out_ELR.shape), list(out_ELR.stride()), block)
+    return Descriptor(out_ELR, list(out_ELR.shape), list(out_ELR.stride()), block)
 
 
 def _weight_descriptor(
     weight_EOI: torch.Tensor, tile: Tile, split: bool
-) -> tuple[TensorDescriptor, bool]:
+) -> tuple[Descriptor, bool]:
     """Descriptor of (E, out, in) weights in the layout they have, and whether that is (E, in, out).
 
     ``split``: out rows are two halves and a block takes the same columns of both.
@@ -437,4 +446,4 @@ def _weight_descriptor(
     else:
         shape, strides = [experts, out, inner], [expert, row, 1]
         block = [1, tile.block_n, tile.block_k]
-    return TensorDescriptor(weight_EOI, shape, strides, block), transposed
+    return Descriptor(weight_EOI, shape, strides, block), transposed

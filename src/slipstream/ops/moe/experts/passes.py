@@ -46,12 +46,12 @@ def forward(
     """Output (T, D), or rows (N, D) where there are no weights; and ``h``, empty if not kept."""
     x_TD = launch.aligned(x_TD)
     w13_EPD, w2_EDF = launch.aligned_weight(w13_EPD), launch.aligned_weight(w2_EDF)
+    tiles = _tiles(("up", "down"), x_TD, layout, w2_EDF)
     h_NP, a_NF = launch.up(
-        x_TD, w13_EPD, b13_EP, layout, options, _tile("up", x_TD, layout, w2_EDF),
-        want_h=keep_h, want_a=True,
-    )  # fmt: skip
+        x_TD, w13_EPD, b13_EP, layout, options, tiles["up"], want_h=keep_h, want_a=True
+    )
     assert a_NF is not None
-    out = launch.rows(a_NF, w2_EDF, b2_ED, layout, _tile("down", x_TD, layout, w2_EDF))
+    out = launch.rows(a_NF, w2_EDF, b2_ED, layout, tiles["down"])
     if weight_TK is not None:
         weight_TK = weight_TK.contiguous()
         out = launch.gather_sum(out, weight_TK, shared_TD, residual_TD, layout)
@@ -82,7 +82,7 @@ def backward(
     x_TD, dout = launch.aligned(x_TD), launch.aligned(dout)
     w13_EPD, w2_EDF = launch.aligned_weight(w13_EPD), launch.aligned_weight(w2_EDF)
     weight_TK = None if weight_TK is None else weight_TK.contiguous()
-    tiles = {product: _tile(product, x_TD, layout, w2_EDF) for product in tuned.PRODUCTS}
+    tiles = _tiles(tuned.PRODUCTS, x_TD, layout, w2_EDF)
     saved = h_NP is not None
     room = layout.room if tiles["dw13"].flatten or tiles["dw2"].flatten else 0
     h_NP = _kept(h_NP, x_TD, w13_EPD, b13_EP, layout, options, tiles["up"], room)
@@ -96,7 +96,7 @@ def backward(
     dw2 = dx = dw13 = db13 = db2 = None
     if need_w2:
         dw2 = launch.outer(
-            rows_ND, aw_NF, layout, tiles["dw2"], like=_like(w2_EDF, weight_dtype), into=dw2_into
+            rows_ND, aw_NF, layout, tiles["dw2"], like=w2_EDF, into=dw2_into, dtype=weight_dtype
         )  # fmt: skip
     del rows_ND, aw_NF
     if need_x:
@@ -106,7 +106,7 @@ def backward(
     if need_w13:
         dw13 = launch.outer(
             dh_NP, launch.spread_rows(x_TD, None, layout, room=room), layout, tiles["dw13"],
-            like=_like(w13_EPD, weight_dtype), into=dw13_into,
+            like=w13_EPD, into=dw13_into, dtype=weight_dtype,
         )  # fmt: skip
     if b13_EP is not None:
         db13 = launch.row_sum(dh_NP, layout).to(b13_EP.dtype)
@@ -184,11 +184,6 @@ def _rows_of(
     return dout, True
 
 
-def _like(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Shape, strides and dtype of a gradient, without memory.
-    return torch.empty_like(weight, dtype=dtype, device="meta")
-
-
 def _bias_gradients(
     dout: torch.Tensor,
     b2_ED: torch.Tensor,
@@ -209,5 +204,7 @@ def _bias_gradients(
     return db2.to(b2_ED.dtype), dweight_TK + dots.gather(1, slot_TK)
 
 
-def _tile(product: str, x: torch.Tensor, layout: Layout, w2_EDF: torch.Tensor) -> tuned.Tile:
-    return tuned.lookup(product, x.device, x.dtype, layout.num_rows, w2_EDF)
+def _tiles(
+    products: tuple[str, ...], x: torch.Tensor, layout: Layout, w2_EDF: torch.Tensor
+) -> dict[str, tuned.Tile]:
+    return tuned.lookup_all(products, x.device, x.dtype, layout.num_rows, w2_EDF)

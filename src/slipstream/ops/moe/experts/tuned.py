@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import ConfigError
+from slipstream.ops import triton_support
 
 PRODUCTS = ("up", "down", "da", "dx", "dw13", "dw2")
 """The grouped products of the layer: two forward, four backward."""
@@ -81,9 +82,8 @@ def _rules(
     capability: int,
     dtype: str | None,
     rows: float = _ALWAYS,
-    /,
-    *,
     at: tuple[int | None, int | None] = (None, None),
+    /,
     **tiles: Tile,
 ) -> list[Rule]:
     """Rules for up to ``rows`` rows per expert; ``at``: only for that D and F."""
@@ -119,11 +119,12 @@ TABLE: list[Rule] = [
     *_rules(100, None, da=_HOPPER_DA),
     # Two kernels beat it by 5 % at 512 rows an expert, by 1.5 % where F is long.
     *_rules(90, None, 1024, da=_HOPPER_DA),
-    *_rules(90, None, at=(4096, 14336), da=_HOPPER_DA),
+    *_rules(90, None, _ALWAYS, (4096, 14336), da=_HOPPER_DA),
     *_rules(
         90,
         None,
-        at=(4096, 14336),
+        _ALWAYS,
+        (4096, 14336),
         dx=replace(_HOPPER, flatten=True, group=4),
         dw13=replace(_HOPPER, flatten=True, num_stages=3),
     ),
@@ -161,20 +162,36 @@ def lookup(
     product: str, device: torch.device, dtype: torch.dtype, num_rows: int, weight: torch.Tensor
 ) -> Tile:
     """The tile of ``product`` for ``num_rows`` rows over weights (E, D, F) or (E, F, D)."""
-    if product in _FORCED:
-        return _FORCED[product]
-    capability = capability_of(device)
+    return lookup_all((product,), device, dtype, num_rows, weight)[product]
+
+
+def lookup_all(
+    products: tuple[str, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    num_rows: int,
+    weight: torch.Tensor,
+) -> dict[str, Tile]:
+    """``lookup`` of several products."""
     experts, width, hidden = weight.shape
     bucket = 1 << max(0, num_rows // max(1, experts) - 1).bit_length()
-    return _find(product, capability, str(dtype).removeprefix("torch."), bucket, width, hidden)
+    call = capability_of(device), _name(dtype), bucket, width, hidden
+    return {
+        product: _FORCED[product] if product in _FORCED else _find(product, *call)
+        for product in products
+    }
 
 
 def capability_of(device: torch.device) -> int:
     """Major * 10 + minor of a CUDA device; ``INTERPRETER`` for a CPU."""
     if device.type != "cuda":
         return INTERPRETER
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
+    return triton_support.capability(device)
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache

@@ -4,6 +4,7 @@ Saved for backward: the logits, the experts and two numbers per token; scores ar
 Triton is imported when an op first runs.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -110,6 +111,12 @@ def _unpacked(ints: list[int], scale: float, names: str) -> RouteOptions:
     )
 
 
+@functools.lru_cache(maxsize=64, typed=True)
+def _known(ints: tuple[int, ...], scale: float, names: str) -> RouteOptions:
+    # Where an op runs, its scalars are plain numbers; its shape function may be given symbols.
+    return _unpacked([*ints], scale, names)
+
+
 @custom_op("moe_route")
 def moe_route(
     logits_TE: torch.Tensor,
@@ -124,7 +131,7 @@ def moe_route(
     """Everything ``route`` returns, after weights and experts what backward needs: stats, share."""
     from slipstream.ops.moe.route.launch import route_launch  # noqa: PLC0415
 
-    options = _unpacked(ints, scale, names)
+    options = _known(tuple(ints), scale, names)
     with torch.cuda.device_of(logits_TE):
         weight_TK, expert_TK, stats_2T, share_SE, maps = route_launch(
             logits_TE, bias_E, share_E, load_E, threshold, options
@@ -173,7 +180,7 @@ def moe_route_backward(
     """Gradient of the logits."""
     from slipstream.ops.moe.route.launch import route_backward_launch  # noqa: PLC0415
 
-    options = _unpacked(ints, scale, names)
+    options = _known(tuple(ints), scale, names)
     with torch.cuda.device_of(logits_TE):
         return route_backward_launch(
             logits_TE, stats_2T, expert_TK, share_SE, dweight_TK, daux, dz, options

@@ -1,6 +1,5 @@
 """Buffers and grid of the balance kernels: one launch, which leaves at once if nothing is hot."""
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +7,7 @@ import torch
 from slipstream.ops.moe.route import balance_kernels
 from slipstream.ops.moe.route.balance_select import BINS
 from slipstream.ops.moe.route.options import BalanceMode, RouteOptions
-from slipstream.ops.triton_support import interpreting
+from slipstream.ops.triton_support import interpreting, multiprocessors
 
 TILE_ELEMENTS = 4096
 """Keys a program holds at a time."""
@@ -139,9 +138,4 @@ def _power_of_2(least: int) -> int:
 
 def _most_programs(device: torch.device) -> int:
     # The interpreter runs one program after another: they could not wait for each other.
-    return 1 if interpreting() else _multiprocessors(device)
-
-
-@functools.lru_cache(maxsize=8)
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return 1 if interpreting() else multiprocessors(device)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 
 from slipstream.ops.moe.route import kernels, sort_kernels
 from slipstream.ops.moe.route.balance_launch import rebalance_in_place, state_size
 from slipstream.ops.moe.route.options import RouteOptions
+from slipstream.ops.triton_support import cdiv, next_power_of_2
 
 TILE_SLOTS = 256
 """Slots of a tile, about; each tile costs E counters."""
@@ -31,21 +31,12 @@ class Tiling:
     """Runs of equal length that tiles do not cross."""
     tile_tokens: int
     """Tokens of a tile; the last of a sequence may have fewer."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of a sequence."""
-        return self.tokens // self.sequences
-
-    @property
-    def per_sequence(self) -> int:
-        """Tiles of a sequence."""
-        return triton.cdiv(self.length, self.tile_tokens)
-
-    @property
-    def count(self) -> int:
-        """Tiles of all sequences."""
-        return self.per_sequence * self.sequences
+    length: int
+    """Tokens of a sequence."""
+    per_sequence: int
+    """Tiles of a sequence."""
+    count: int
+    """Tiles of all sequences."""
 
 
 class Maps(NamedTuple):
@@ -74,8 +65,17 @@ class Choice(NamedTuple):
 
 def tiling(tokens: int, top_k: int, sequences: int = 1) -> Tiling:
     """Tiles of about TILE_SLOTS slots."""
-    tile = max(1, min(TILE_TOKENS, TILE_SLOTS // triton.next_power_of_2(top_k)))
-    return Tiling(tokens=tokens, sequences=sequences, tile_tokens=tile)
+    tile = max(1, min(TILE_TOKENS, TILE_SLOTS // next_power_of_2(top_k)))
+    length = tokens // sequences
+    per_sequence = cdiv(length, tile)
+    return Tiling(
+        tokens=tokens,
+        sequences=sequences,
+        tile_tokens=tile,
+        length=length,
+        per_sequence=per_sequence,
+        count=per_sequence * sequences,
+    )
 
 
 def schedule_room(rows: int, num_experts: int) -> int:
@@ -148,7 +148,7 @@ def sort_launch(expert_TK: torch.Tensor, num_experts: int) -> Maps:
             tiles.count,
             E=num_experts,
             TILE_N=tile_slots,
-            BLOCK_N=max(MIN_BLOCK, triton.next_power_of_2(tile_slots)),
+            BLOCK_N=max(MIN_BLOCK, next_power_of_2(tile_slots)),
             BLOCK_E=_block(num_experts + 1),
         )
     maps = _sort(expert_TK, count_BJ, tiles, num_experts)
@@ -172,7 +172,7 @@ def route_backward_launch(
         return dlogits_TE
     block_e = _block(experts)
     block_t = max(1, TILE_ELEMENTS // block_e)
-    kernels.moe_route_bwd_kernel[(triton.cdiv(tokens, block_t),)](
+    kernels.moe_route_bwd_kernel[(cdiv(tokens, block_t),)](
         logits_TE,
         stats_2T,
         expert_TK,
@@ -182,7 +182,7 @@ def route_backward_launch(
         dz,
         dlogits_TE,
         tokens,
-        tokens // len(share_SE) if options.aux == "sequence" else tokens,
+        tokens // share_SE.shape[0] if options.aux == "sequence" else tokens,
         options.scale,
         E=experts,
         TOP_K=options.top_k,
@@ -191,13 +191,13 @@ def route_backward_launch(
         BY_SEQUENCE=options.aux == "sequence",
         BLOCK_T=block_t,
         BLOCK_E=block_e,
-        BLOCK_K=triton.next_power_of_2(options.top_k),
+        BLOCK_K=next_power_of_2(options.top_k),
     )
     return dlogits_TE
 
 
 def _block(size: int) -> int:
-    return max(MIN_BLOCK, triton.next_power_of_2(size))
+    return max(MIN_BLOCK, next_power_of_2(size))
 
 
 def _choose(
@@ -249,8 +249,8 @@ def _choose(
         TILE_T=tiles.tile_tokens,
         BLOCK_T=max(1, min(tiles.tile_tokens, TILE_ELEMENTS // block_e)),
         BLOCK_E=block_e,
-        BLOCK_K=triton.next_power_of_2(options.top_k),
-        BLOCK_G=triton.next_power_of_2(options.num_groups),
+        BLOCK_K=next_power_of_2(options.top_k),
+        BLOCK_G=next_power_of_2(options.num_groups),
     )
     return choice
 
@@ -269,7 +269,7 @@ def _sort(
     shared: bool = False,
 ) -> Maps:
     """Prefix over tiles, then maps; ``shared``: ``share_SE`` was given, else it is written."""
-    bins, top_k = len(count_BJ), expert_TK.shape[1]
+    bins, top_k = count_BJ.shape[0], expert_TK.shape[1]
     base_JB = count_BJ.new_empty((tiles.count, bins))
     total_B = count_BJ.new_empty(bins)
     part_SE = None
@@ -309,7 +309,7 @@ def _empty_maps(expert_TK: torch.Tensor, count_BJ: torch.Tensor, num_experts: in
         offsets_E1=count_BJ.new_empty(num_experts + 1),
         order_N=expert_TK.new_empty(rows, dtype=torch.int64),
         position_N=expert_TK.new_empty(rows, dtype=torch.int64),
-        demand_E=expert_TK.new_empty(len(count_BJ), dtype=torch.int64),
+        demand_E=expert_TK.new_empty(count_BJ.shape[0], dtype=torch.int64),
         rerouted=expert_TK.new_empty((), dtype=torch.int64),
         aux_loss=torch.empty_like(scalars),
         z_loss=scalars,
@@ -326,7 +326,7 @@ def _write_maps(
     tiles: Tiling,
 ) -> None:
     rows, top_k = expert_TK.numel(), expert_TK.shape[1]
-    bins, num_experts = len(total_B), len(maps.offsets_E1) - 1
+    bins, num_experts = total_B.shape[0], maps.offsets_E1.shape[0] - 1
     block_b = _block(bins)
     room_t = TILE_ELEMENTS // block_b
     sort_kernels.moe_maps_kernel[(num_experts + tiles.count,)](
@@ -351,5 +351,5 @@ def _write_maps(
         # A loop over blocks takes registers of its own.
         BLOCK_T=tiles.tile_tokens if tiles.tile_tokens <= room_t else max(1, room_t // 2),
         BLOCK_B=block_b,
-        BLOCK_K=triton.next_power_of_2(top_k),
+        BLOCK_K=next_power_of_2(top_k),
     )

@@ -21,7 +21,7 @@ def router_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
     order. Raises ShapeError.
     """
     _check("router_logits", x_TD, router_ED)
-    with torch.autocast(x_TD.device.type, enabled=False):
+    with checks.without_autocast(x_TD):
         return dispatch.call("moe_router", x_TD, router_ED)[0]
 
 
@@ -34,7 +34,7 @@ def router_logits_and_x(
     ``dx`` is made, in fp32 and rounded once: a pass over ``x`` less than if autograd adds the two.
     """
     _check("router_logits_and_x", x_TD, router_ED)
-    with torch.autocast(x_TD.device.type, enabled=False):
+    with checks.without_autocast(x_TD):
         return dispatch.call("moe_router", x_TD, router_ED, True)
 
 

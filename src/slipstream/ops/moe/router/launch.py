@@ -1,10 +1,9 @@
 """Grids and buffers of the router kernels."""
 
 import torch
-import triton
 
 from slipstream.ops.moe.router import kernels
-from slipstream.ops.triton_support import interpreting
+from slipstream.ops.triton_support import cdiv, interpreting, next_power_of_2
 
 WEIGHT_PARTS = 3
 """bf16 parts of an fp32 router: all of its 24 bits."""
@@ -25,7 +24,7 @@ SUM_SPLITS = 32
 
 def logits_launch(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
     """``x @ router^T`` in fp32."""
-    (tokens, width), experts = x_TD.shape, len(router_ED)
+    (tokens, width), experts = x_TD.shape, router_ED.shape[0]
     logits_TE = x_TD.new_empty((tokens, experts), dtype=torch.float32)
     if not tokens:
         return logits_TE
@@ -33,18 +32,18 @@ def logits_launch(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
         router_ED[None] if router_ED.dtype == torch.bfloat16 else _split(router_ED, WEIGHT_PARTS)
     )
     block_e = _block(experts, 128)
-    kernels.moe_router_fwd_kernel[(triton.cdiv(tokens, BLOCK_T) * triton.cdiv(experts, block_e),)](
+    kernels.moe_router_fwd_kernel[(cdiv(tokens, BLOCK_T) * cdiv(experts, block_e),)](
         x_TD,
         parts,
         logits_TE,
         tokens,
         E=experts,
         D=width,
-        PARTS=len(parts),
+        PARTS=parts.shape[0],
         WIDE=interpreting(),
         BLOCK_T=BLOCK_T,
         BLOCK_E=block_e,
-        BLOCK_D=64 if len(parts) == 1 else 32,
+        BLOCK_D=64 if parts.shape[0] == 1 else 32,
         num_warps=8,
         num_stages=4 if block_e <= 64 else 3,
     )
@@ -65,7 +64,7 @@ def backward_launch(
     """
     dx_TD = torch.empty_like(x_TD) if need_x else x_TD.new_empty(0)
     drouter_ED = torch.empty_like(router_ED) if need_router else x_TD.new_empty(0)
-    if not len(x_TD):
+    if not x_TD.shape[0]:
         return dx_TD, drouter_ED.zero_()
     parts_PTE = _split(dlogits_TE, GRADIENT_PARTS)
     if need_x:
@@ -89,9 +88,9 @@ def _dx_launch(
     held = all_experts <= 128
     block_t = BLOCK_T if all_experts != 128 else BLOCK_T // 2
     block_d = _block(width, 128 if not held else 64 if block_t == BLOCK_T or exact else 32)
-    blocks_t, blocks_d = triton.cdiv(tokens, block_t), triton.cdiv(width, block_d)
-    span = triton.cdiv(blocks_d, max(1, PROGRAMS // blocks_t)) if held else 1
-    kernels.moe_router_bwd_dx_kernel[(blocks_t, triton.cdiv(blocks_d, span))](
+    blocks_t, blocks_d = cdiv(tokens, block_t), cdiv(width, block_d)
+    span = cdiv(blocks_d, max(1, PROGRAMS // blocks_t)) if held else 1
+    kernels.moe_router_bwd_dx_kernel[(blocks_t, cdiv(blocks_d, span))](
         dlogits_PTE,
         parts,
         passed_TD,
@@ -100,7 +99,7 @@ def _dx_launch(
         span,
         E=experts,
         D=width,
-        PARTS=len(parts),
+        PARTS=parts.shape[0],
         WIDE=interpreting(),
         BLOCK_T=block_t,
         BLOCK_E=all_experts if held else 32,
@@ -114,10 +113,10 @@ def _dw_launch(dlogits_PTE: torch.Tensor, x_TD: torch.Tensor, drouter_ED: torch.
     """Partial sums over runs of tokens, then their sum, in order."""
     (_, tokens, experts), width = dlogits_PTE.shape, x_TD.shape[1]
     block_t, block_e, block_d = 32, _block(experts, 64), _block(width, 256)
-    programs = triton.cdiv(experts, block_e) * triton.cdiv(width, block_d)
-    steps = triton.cdiv(tokens, block_t)
-    span = block_t * triton.cdiv(steps, max(1, PROGRAMS // programs))
-    splits = triton.cdiv(tokens, span)
+    programs = cdiv(experts, block_e) * cdiv(width, block_d)
+    steps = cdiv(tokens, block_t)
+    span = block_t * cdiv(steps, max(1, PROGRAMS // programs))
+    splits = cdiv(tokens, span)
     partial_SED = x_TD.new_empty((splits, experts, width), dtype=torch.float32)
     kernels.moe_router_bwd_dw_kernel[(programs, splits)](
         dlogits_PTE,
@@ -127,7 +126,7 @@ def _dw_launch(dlogits_PTE: torch.Tensor, x_TD: torch.Tensor, drouter_ED: torch.
         span,
         E=experts,
         D=width,
-        PARTS=len(dlogits_PTE),
+        PARTS=dlogits_PTE.shape[0],
         WIDE=interpreting(),
         BLOCK_T=block_t,
         BLOCK_E=block_e,
@@ -136,19 +135,29 @@ def _dw_launch(dlogits_PTE: torch.Tensor, x_TD: torch.Tensor, drouter_ED: torch.
         num_stages=4,
     )
     size = experts * width
-    kernels.moe_router_sum_kernel[(triton.cdiv(size, SUM_BLOCK),)](
-        partial_SED, drouter_ED, splits, SIZE=size, BLOCK_S=SUM_SPLITS, BLOCK=SUM_BLOCK
+    kernels.moe_router_sum_kernel[(cdiv(size, SUM_BLOCK),)](
+        partial_SED,
+        drouter_ED,
+        splits,
+        SIZE=size,
+        BLOCK_S=SUM_SPLITS,
+        BLOCK=SUM_BLOCK,
     )
 
 
 def _block(size: int, most: int) -> int:
-    return min(most, max(MIN_BLOCK, triton.next_power_of_2(size)))
+    return min(most, max(MIN_BLOCK, next_power_of_2(size)))
 
 
 def _split(wide: torch.Tensor, parts: int) -> torch.Tensor:
     """A matrix as ``(parts, *shape)`` in bf16."""
     split = wide.new_empty((parts, *wide.shape), dtype=torch.bfloat16)
-    kernels.moe_router_split_kernel[(triton.cdiv(wide.numel(), SPLIT_BLOCK),)](
-        wide, split, wide.shape[0], WIDTH=wide.shape[1], PARTS=parts, BLOCK=SPLIT_BLOCK
+    kernels.moe_router_split_kernel[(cdiv(wide.numel(), SPLIT_BLOCK),)](
+        wide,
+        split,
+        wide.shape[0],
+        WIDTH=wide.shape[1],
+        PARTS=parts,
+        BLOCK=SPLIT_BLOCK,
     )
     return split
