@@ -247,7 +247,9 @@ def _default_dtype(dtype):
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("sample", [[1], {1: 2}, {"input_ids": tokens()}], ids=str)
+@pytest.mark.parametrize(
+    "sample", [[1], {1: 2}, {"input_ids": tokens()}], ids=["list", "number", "no-labels"]
+)
 def test_a_sample_that_is_no_training_call_is_refused(sample):
     model = model_of("qwen3")
     with pytest.raises(ConfigError, match=r"optimize: sample .*expected .*training call"):

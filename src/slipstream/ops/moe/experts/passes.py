@@ -84,7 +84,8 @@ def backward(
     weight_TK = None if weight_TK is None else weight_TK.contiguous()
     tiles = _tiles(tuned.PRODUCTS, x_TD, layout, w2_EDF)
     saved = h_NP is not None
-    room = layout.room if tiles["dw13"].flatten or tiles["dw2"].flatten else 0
+    flat = (need_w13 and tiles["dw13"].flatten) or (need_w2 and tiles["dw2"].flatten)
+    room = layout.room if flat else 0
     h_NP = _kept(h_NP, x_TD, w13_EPD, b13_EP, layout, options, tiles["up"], room)
     rows_ND, gather = _rows_of(dout, weight_TK, layout, tiles["da"], room, need_w2)
     dh_NP, aw_NF, dweight_TK = activation_backward(
