@@ -54,6 +54,8 @@ def test_seeds_that_drift_both_ways_are_noise_and_a_shift_of_all_is_not() -> Non
 def test_nan_is_never_within() -> None:
     stock = [[4.0] * 20, [5.0] * 20]
     assert not agreement([[float("nan")] * 20, [5.0] * 20], stock).within
+    # Nor is anything beside a stock arm that diverged.
+    assert not agreement(stock, [[4.0] * 20, [float("inf")] * 20]).within
 
 
 def test_the_optimized_arm_trains_like_the_stock_one() -> None:

@@ -292,6 +292,38 @@ def test_any_memory_layout_stays_in_budget(implementation, dtype, which, layout)
     assert_budget(_run(implementation, routing), _stock(routing), draws(strided), dtype)
 
 
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("implementation", fast(OP))
+def test_weights_of_another_dtype_and_width(implementation, low):
+    """Gradients have the dtype of their weights, whose rows the padding of x does not align."""
+    shape = Shape(D=12, F=12)
+    routing, inputs = _sized("random", shape), draw(shape)
+    inputs |= {name: inputs[name].to(low) for name in ("w13", "w2")}
+    wide = {name: tensor.float() for name, tensor in inputs.items()}
+    found = results(_run(implementation, routing), inputs, torch.float32)
+    expected = results(_stock(routing), wide, torch.float32)
+    for name, tensor in found.items():
+        unit = torch.finfo(tensor.dtype).eps
+        scale = expected[name].abs().max().item()
+        assert_close(tensor.float(), expected[name], rtol=unit, atol=1e-5 * scale)
+        assert tensor.dtype == (low if name.endswith(("w13", "w2")) else torch.float32)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "strided", "offset"])
+@pytest.mark.parametrize("implementation", [name for name in fast(OP) if name == "triton"])
+def test_a_width_of_one_in_any_layout(implementation, layout):
+    """Strides of a dimension of one element say nothing, and padding keeps them."""
+
+    def strided(shape: Shape) -> Results:
+        dense = draw(shape, bias=True)
+        return dense | {name: _views(dense[name], layout) for name in ("w13", "w2")}
+
+    for shape in (Shape(F=1), Shape(D=1)):
+        routing = _sized("random", shape)
+        several = draws(partial(strided, shape))
+        assert_budget(_run(implementation, routing), _stock(routing), several, torch.float32)
+
+
 @pytest.mark.parametrize("implementation", fast(OP))
 def test_one_weight_expanded_over_the_experts(implementation):
     routing, inputs = _sized("random", Shape()), draw(Shape())

@@ -95,3 +95,15 @@ def test_adding_to_a_buffer(load: str, device: torch.device) -> None:
     found = run(load, device, room=True, flatten=True, into=sums.clone())
     plain = run(load, device, room=True, flatten=True)
     assert torch.equal(found, sums + plain)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "fits"),
+    [(torch.bfloat16, 16, True), (torch.bfloat16, 12, False), (torch.float32, 12, True)],
+)
+def test_a_descriptor_only_where_the_rows_of_the_gradient_are_aligned(
+    dtype: torch.dtype, width: int, fits: bool
+) -> None:
+    tile = tuned.Tile(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=1)
+    gradient = torch.empty(2, 8, width, dtype=dtype, device="cpu")
+    assert (launch._gradient_descriptor(gradient, tile) is not None) == fits

@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from slipstream.errors import ShapeError
 from slipstream.ops import dispatch
 from slipstream.ops.moe import Routing, combine, experts, moe_mlp, route
+from slipstream.verify import routings
 from slipstream.verify.routings import eager_combine, eager_experts
 from tests.budget import Results, assert_budget, results
 from tests.ops.compiling import assert_compiles
@@ -312,6 +313,19 @@ def _stock_layer(x, router, w13, w2):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_default_path_stays_in_the_budget_of_stock_code(dtype):
     assert_budget(_layer, _stock_layer, _layer_inputs(63), dtype)
+
+
+@pytest.mark.parametrize("implementation", fast(OP))
+def test_a_token_that_names_an_expert_twice_counts_twice(implementation):
+    expert_TK = torch.tensor([[0, 0], [0, 1]])
+    weight_TK = torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+    routing = routings.routing_of(expert_TK, 2, weight_TK)
+    b2 = torch.zeros(2, 8, requires_grad=True)
+    x, w13, w2 = torch.ones(2, 8), torch.ones(2, 16, 8), torch.ones(2, 8, 8)
+    with forced(OP, implementation):
+        out = moe_mlp(x, w13, w2, routing, b13_EP=torch.zeros(2, 16), b2_ED=b2)
+    (found,) = torch.autograd.grad(out.sum(), b2)
+    assert found[:, 0].tolist() == [1.5, 0.5]
 
 
 def test_calls_with_one_token_stay_in_budget():

@@ -9,6 +9,7 @@ differently: ``paired`` says how far, and another stock arm beside shows that it
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from itertools import combinations
+from math import isfinite
 from typing import Any
 
 import torch
@@ -50,8 +51,9 @@ class Agreement:
 
     @property
     def within(self) -> bool:
-        """Whether no window differs by more than seeds do; false for NaN."""
-        return all(d <= s for d, s in zip(self.difference, self.spread, strict=True))
+        """Whether no window differs by more than seeds do; false for NaN and infinity."""
+        pairs = zip(self.difference, self.spread, strict=True)
+        return all(isfinite(spread) and difference <= spread for difference, spread in pairs)
 
 
 def bench_curve(request: CurveRequest, say: Say) -> Generator[Row]:

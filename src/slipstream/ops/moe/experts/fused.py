@@ -105,7 +105,7 @@ def _pad_rows(w13_EPD: torch.Tensor, pad: int, options: ExpertsOptions) -> torch
         return F.pad(w13_EPD, (0, 0, 0, 2 * pad if options.gated else pad))
     experts, rows, width = w13_EPD.shape
     halves = w13_EPD.reshape(experts, 2, rows // 2, width)
-    return F.pad(halves, (0, 0, 0, pad)).view(experts, rows + 2 * pad, width)
+    return F.pad(halves, (0, 0, 0, pad)).reshape(experts, rows + 2 * pad, width)
 
 
 class _Experts(torch.autograd.Function):

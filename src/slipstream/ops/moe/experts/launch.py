@@ -416,7 +416,10 @@ def _block_descriptor(x: torch.Tensor, rows: int, columns: int) -> Descriptor:
     return Descriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
-def _gradient_descriptor(out_ELR: torch.Tensor, tile: Tile) -> Descriptor:
+def _gradient_descriptor(out_ELR: torch.Tensor, tile: Tile) -> Descriptor | None:
+    """None where rows of the gradient, whose dtype the operands' padding is not for, do not fit."""
+    if out_ELR.stride(1) * out_ELR.element_size() % ALIGN_BYTES:
+        return None
     columns = tile.block_n // (4 if out_ELR.dtype == torch.float32 else 2)
     block = [1, tile.block_m, columns]
     return Descriptor(out_ELR, list(out_ELR.shape), list(out_ELR.stride()), block)

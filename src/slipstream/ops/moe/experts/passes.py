@@ -198,7 +198,10 @@ def _bias_gradients(
         return launch.row_sum(dout, layout).to(b2_ED.dtype), None
     experts = layout.num_experts
     slot_TK = expert_TK.clamp(max=experts)  # absent slots share a column that is cut off
-    dense = weight_TK.new_zeros(len(expert_TK), experts + 1).scatter_(1, slot_TK, weight_TK)
+    dense = weight_TK.new_zeros(len(expert_TK), experts + 1)
+    for slot_T, weight_T in zip(slot_TK.split(1, 1), weight_TK.split(1, 1), strict=True):
+        # One after the other: a token may name an expert twice, and a sum by index has no order.
+        dense.scatter_(1, slot_T, dense.gather(1, slot_T) + weight_T)
     dout = dout.float()
     db2 = dense[:, :experts].T @ dout
     dots = torch.nn.functional.pad(dout @ b2_ED.float().T, (0, 1))
