@@ -175,3 +175,17 @@ def test_every_draw_has_to_have_its_shape():
     found = compare_draws([rows, flat], [rows, rows], [rows, rows], torch.float32)
     assert "torch.Size([6])" in found.problems[0]
     assert not found.may_be_luck
+
+
+def test_a_draw_of_large_numbers_does_not_set_the_budget_of_the_others() -> None:
+    truth = [{"y": torch.ones(64, dtype=torch.float64) * scale} for scale in (1.0, 1000.0)]
+    eager = [{"y": (run["y"] * (1 + 1e-6)).float()} for run in truth]
+    wrong = [{"y": eager[0]["y"].clone()}, eager[1]]
+    wrong[0]["y"][0] += 1e-5
+    assert not compare_draws(wrong, eager, truth, torch.float32).problems
+    assert compare_draws(wrong, eager, truth, torch.float32, together=1).problems
+    assert not compare_draws(eager, eager, truth, torch.float32, together=1).problems
+    # What is wrong by as much for its size is as wrong in the draw of large numbers.
+    far = [eager[0], {"y": eager[1]["y"].clone()}]
+    far[1]["y"][0] += 1e-2
+    assert compare_draws(far, eager, truth, torch.float32, together=1).problems

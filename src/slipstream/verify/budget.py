@@ -83,13 +83,20 @@ def compare_draws(
     eager: Sequence[Results],
     truth: Sequence[Results],
     dtype: torch.dtype | None,
+    together: int | None = None,
 ) -> Comparison:
-    """``compare`` for several draws judged as one; names, shapes and dtypes for each of them."""
+    """``compare`` for several draws judged as one; names, shapes and dtypes for each of them.
+
+    ``together``: so many draws in a row share a scale (None: all), and the others are brought to
+    that of the first ones: a draw of large numbers shall not set the budget of the rest.
+    """
     for runs in zip(actual, eager, truth, strict=True):
         found = Comparison(problems=_unlike(*runs))
         if found.problems:
             return found
-    return compare(pooled(actual), pooled(eager), pooled(truth), dtype)
+    shifts = _shifts(truth, together or len(truth))
+    ours, theirs, exact = (pooled(_scaled(runs, shifts)) for runs in (actual, eager, truth))
+    return compare(ours, theirs, exact, dtype)
 
 
 def results(
@@ -192,6 +199,29 @@ def _unlike(actual: Results, eager: Results, truth: Results) -> list[str]:
         for name in truth
         if actual[name].shape != truth[name].shape or actual[name].dtype != eager[name].dtype
     ]
+
+
+def _shifts(truth: Sequence[Results], together: int) -> list[dict[str, float]]:
+    """For every draw the powers of two, which round nothing, that bring it to the first scale."""
+    shifts: list[dict[str, float]] = []
+    first: dict[str, float] = {}
+    for start in range(0, len(truth), together):
+        pool = truth[start : start + together]
+        sizes = {n: max(_largest(r[n]) for r in pool) for n, t in pool[0].items() if _counts(t)}
+        first = sizes if not start else first
+        usable = {n: s for n, s in sizes.items() if 0 < s < math.inf and 0 < first[n] < math.inf}
+        shift = {n: 2.0 ** round(math.log2(first[n] / size)) for n, size in usable.items()}
+        shifts += [shift] * len(pool)
+    return shifts
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.numel() > 0
+
+
+def _scaled(runs: Sequence[Results], shifts: list[dict[str, float]]) -> list[Results]:
+    pairs = zip(runs, shifts, strict=True)
+    return [{n: t * s[n] if s.get(n, 1) != 1 else t for n, t in r.items()} for r, s in pairs]
 
 
 def _compare(

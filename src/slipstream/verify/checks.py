@@ -180,7 +180,8 @@ def _held_to_budget(
             with poisoned() if poison else nullcontext():
                 actual.append(data.run(call, data.inputs(seed), draw=seed, layout=layout))
         eager = [data.eager(seed, layout) for seed in seeds]
-        found = compare_draws(actual, eager, [data.truth(seed) for seed in seeds], data.unit)
+        truth = [data.truth(seed) for seed in seeds]
+        found = compare_draws(actual, eager, truth, data.unit, data.case.pool)
         if not found.may_be_luck:
             break
     more = f" in {len(actual)} draws" if len(actual) > data.case.pool else ""
