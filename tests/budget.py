@@ -1,33 +1,47 @@
 """The error budgets of ``slipstream.verify`` as assertions of tests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from slipstream.verify.budget import Comparison, Results, cast, compare, compare_draws, results
+from slipstream.verify.budget import Comparison, Results, cast, compare, decide, results
+
+
+class Draws(list[Results]):
+    """Random inputs to be judged as one; more of them where nothing but a maximum is over."""
+
+    def __init__(self, draw: Callable[[], Results], count: int) -> None:
+        super().__init__(draw() for _ in range(count))
+        self._draw = draw
+
+    def at(self, index: int) -> Results:
+        """The inputs of that number, kept once they are drawn."""
+        while len(self) <= index:
+            self.append(self._draw())
+        return self[index]
 
 
 def assert_budget(
     function: Callable[..., Any],
     eager: Callable[..., Any],
-    inputs: Results | Sequence[Results],
+    inputs: Results | Draws,
     dtype: torch.dtype,
     truth: Callable[..., Any] | None = None,
 ) -> None:
     """Hold ``function`` to the budget of ``eager`` in ``dtype``; ``truth`` (or eager) gives fp64.
 
     All take the tensors of ``inputs`` by name and return one tensor or several. Several draws of
-    inputs, each with other upstream gradients, are judged as one.
+    inputs, each with other upstream gradients, are judged as one, as ``slipstream verify`` does.
     """
-    draws = [inputs] if isinstance(inputs, dict) else inputs
-    draws = [{name: cast(t, dtype) for name, t in drawn.items()} for drawn in draws]
+    draws = Draws(lambda: inputs, 1) if isinstance(inputs, dict) else inputs
 
-    def run(what: Callable[..., Any], run_in: torch.dtype | None = None) -> list[Results]:
-        return [results(what, t, dtype, run_in, draw=draw) for draw, t in enumerate(draws)]
+    def run(draw: int) -> tuple[Results, Results, Results]:
+        drawn = {name: cast(t, dtype) for name, t in draws.at(draw).items()}
+        actual, expected = (results(f, drawn, dtype, draw=draw) for f in (function, eager))
+        return actual, expected, results(truth or eager, drawn, dtype, torch.float64, draw=draw)
 
-    exact = run(truth or eager, torch.float64)
-    _assert_passed(compare_draws(run(function), run(eager), exact, dtype))
+    _assert_passed(decide(run, len(draws), dtype)[0])
 
 
 def assert_within(actual: Results, eager: Results, truth: Results, dtype: torch.dtype) -> None:
@@ -41,4 +55,4 @@ def _assert_passed(found: Comparison) -> None:
     assert not found.problems, "\n".join([*found.problems, "of what is allowed:", *shares])
 
 
-__all__ = ["Results", "assert_budget", "assert_within", "results"]
+__all__ = ["Draws", "Results", "assert_budget", "assert_within", "results"]

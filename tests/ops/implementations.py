@@ -9,7 +9,7 @@ import torch
 from slipstream.errors import HardwareError
 from slipstream.ops import dispatch
 from slipstream.ops.triton_support import interpreting
-from tests.budget import Results
+from tests.budget import Draws, Results
 
 EXAMPLES = 10 if interpreting() else 25
 """Of a hypothesis test; an interpreted kernel takes a second."""
@@ -48,9 +48,9 @@ def cases(
     ]
 
 
-def draws(draw: Callable[[], Results]) -> list[Results]:
+def draws(draw: Callable[[], Results]) -> Draws:
     """``DRAWS`` random inputs, to be judged together."""
-    return [draw() for _ in range(DRAWS)]
+    return Draws(draw, DRAWS)
 
 
 ONE = (torch.float16,)

@@ -1,6 +1,7 @@
 """The checks that need a GPU."""
 
 import pytest
+import torch
 
 from slipstream.ops.norm.reference import norm_reference
 from slipstream.verify import Options, verify
@@ -35,3 +36,14 @@ def test_waiting_for_the_device_fails(run):
     assert {outcome.check for outcome in found} == {"sync", "graph"}
     sync = next(outcome for outcome in found if outcome.check == "sync")
     assert "synchronizing CUDA operation" in sync.detail
+
+
+def test_an_op_that_cannot_be_captured_spoils_no_check_after_it():
+    stream = torch.cuda.current_stream()
+    assert "graph" in {
+        outcome.check for outcome in failures("norm", waits_in_backward, device="cuda")
+    }
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.manual_seed(0)
+    assert torch.rand(1, device="cuda") < 1
+    assert failures("norm", norm_reference, device="cuda") == []

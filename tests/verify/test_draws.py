@@ -5,10 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from slipstream.verify.budget import Results, compare_draws, upstream
+from slipstream.verify.budget import DRAWN, Results, compare_draws, upstream
 from slipstream.verify.case import Case
 from slipstream.verify.checks import (
-    DRAWN,
     Data,
     Outcome,
     Subject,
@@ -189,3 +188,21 @@ def test_a_draw_of_large_numbers_does_not_set_the_budget_of_the_others() -> None
     far = [eager[0], {"y": eager[1]["y"].clone()}]
     far[1]["y"][0] += 1e-2
     assert compare_draws(far, eager, truth, torch.float32, together=1).problems
+
+
+def test_no_draw_is_brought_above_the_size_of_the_first_ones() -> None:
+    truth = [{"y": torch.ones(64, dtype=torch.float64) * scale} for scale in (1.0, 0.6)]
+    eager = [{"y": (run["y"] + 1e-6 * run["y"] ** 2).float()} for run in truth]
+    actual = [eager[0], {"y": eager[1]["y"].clone()}]
+    actual[1]["y"][0] = 0.6 + 1.3e-6
+    assert not compare_draws(actual, eager, truth, torch.float32, together=1).problems
+    actual[1]["y"][0] = 0.6 + 2e-6
+    assert compare_draws(actual, eager, truth, torch.float32, together=1).problems
+
+
+def test_a_draw_of_small_numbers_counts_as_the_first_ones_do() -> None:
+    truth = [{"y": torch.ones(64, dtype=torch.float64) * scale} for scale in (1.0, 2.0**-10)]
+    eager = [{"y": (run["y"] * (1 + 1e-6)).float()} for run in truth]
+    wrong = [eager[0], {"y": eager[1]["y"].clone()}]
+    wrong[1]["y"][0] += 2.0**-10 * 1e-5
+    assert compare_draws(wrong, eager, truth, torch.float32, together=1).problems

@@ -8,7 +8,8 @@ import torch
 from slipstream.ops import dispatch
 from slipstream.ops.moe.route.options import RouteOptions
 from slipstream.verify import DTYPES, Options, suites, verify
-from slipstream.verify.checks import DRAWN, Data, Subject, check_budget
+from slipstream.verify.budget import DRAWN
+from slipstream.verify.checks import Data, Subject, check_budget
 from slipstream.verify.routings import draw_experts, routing_of
 from tests.verify.broken import row_of
 

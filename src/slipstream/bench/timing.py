@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from slipstream.hw.capture import captured
+
 Call = Callable[[], object]
 MIN_FLUSH_BYTES = 2**27
 MAX_FLUSHES = 400
@@ -96,9 +98,7 @@ def graphed(call: Call, device: torch.device) -> Call:
         for _ in range(3):
             call()
     torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = call()
+    graph, kept = captured(call, side)
 
     def replay() -> object:
         graph.replay()
@@ -133,10 +133,13 @@ class _CudaClock:
         self.host_ms[name] = host_ms
 
     def time(self, name: str, call: Call) -> tuple[float, float]:
-        ahead = 1.5 * self.host_ms.get(name, 0.0) / self.flush_ms
+        ahead = 2.0 * self.host_ms.get(name, 0.0) / self.flush_ms
         for _ in range(min(1 + math.ceil(ahead), MAX_FLUSHES)):
             self.buffer.zero_()
-        return self._events(call)
+        device_ms, host_ms = self._events(call)
+        # The host's time varies: one slow turn, with gaps in it, must not be followed by more.
+        self.host_ms[name] = max(self.host_ms.get(name, 0.0), host_ms)
+        return device_ms, host_ms
 
     def _events(self, call: Call) -> tuple[float, float]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

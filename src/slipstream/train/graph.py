@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError, TrainingError
+from slipstream.hw.capture import captured
 from slipstream.parallel import Ranks
 from slipstream.train.config import RunConfig
 
@@ -51,12 +52,8 @@ class CudaRecorder:
 
     def record(self, function: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         """Record ``function`` without running it."""
-        graph = torch.cuda.CUDAGraph()
         # Other threads pin batches and copy checkpoints meanwhile; that is no part of it.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            output = function()
+        graph, output = captured(function, self._stream, pool=self._pool, error_mode="thread_local")
         return output, graph.replay
 
     def idle_bytes(self) -> int:
@@ -187,7 +184,8 @@ def check_graph(config: RunConfig, ranks: Ranks) -> None:
 
 def check_sites(config: RunConfig, model: nn.Module) -> None:
     """ConfigError where ``train.cuda_graph`` meets activations that wait on the host."""
-    names = [n for n, m in model.named_modules() if getattr(m, "recompute", None) == "offload"]
+    actions = ((n, getattr(m, "recompute", "")) for n, m in model.named_modules())
+    names = [name for name, action in actions if str(action).startswith("offload")]
     if config.train.cuda_graph and names:
         raise ConfigError(
             f"train.cuda_graph = true cannot record the offload that recompute.mode = "

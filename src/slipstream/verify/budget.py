@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 FACTOR = 1.5
+DRAWN = (1, 3, 9)
+"""Times a pool of draws that is judged; the next number only where a maximum alone is over."""
 
 Results = dict[str, torch.Tensor]
 
@@ -87,8 +89,9 @@ def compare_draws(
 ) -> Comparison:
     """``compare`` for several draws judged as one; names, shapes and dtypes for each of them.
 
-    ``together``: so many draws in a row share a scale (None: all), and the others are brought to
-    that of the first ones: a draw of large numbers shall not set the budget of the rest.
+    ``together``: so many draws in a row share a scale (None: all), and the others are brought to at
+    most that of the first ones: a draw of larger numbers would set the budget of the rest, and one
+    unlucky rounding in it would be over the errors of all of them.
     """
     for runs in zip(actual, eager, truth, strict=True):
         found = Comparison(problems=_unlike(*runs))
@@ -97,6 +100,25 @@ def compare_draws(
     shifts = _shifts(truth, together or len(truth))
     ours, theirs, exact = (pooled(_scaled(runs, shifts)) for runs in (actual, eager, truth))
     return compare(ours, theirs, exact, dtype)
+
+
+def decide(
+    run: Callable[[int], tuple[Results, Results, Results]], pool: int, dtype: torch.dtype | None
+) -> tuple[Comparison, int]:
+    """``compare_draws`` of as many draws as tell luck from a fault, and how many those were.
+
+    ``run`` takes the number of a draw and gives its actual results, the eager ones and the truth.
+    At first ``pool`` draws are judged as one.
+    """
+    runs: list[tuple[Results, Results, Results]] = []
+    found = Comparison()
+    for times in DRAWN:
+        runs += [run(draw) for draw in range(len(runs), times * pool)]
+        actual, eager, truth = zip(*runs, strict=True)
+        found = compare_draws(actual, eager, truth, dtype, pool)
+        if not found.may_be_luck:
+            break
+    return found, len(runs)
 
 
 def results(
@@ -202,7 +224,10 @@ def _unlike(actual: Results, eager: Results, truth: Results) -> list[str]:
 
 
 def _shifts(truth: Sequence[Results], together: int) -> list[dict[str, float]]:
-    """For every draw the powers of two, which round nothing, that bring it to the first scale."""
+    """For every draw the powers of two, which round nothing, that bring it up or down to the first.
+
+    To more than half and at most all of the size of the first ones.
+    """
     shifts: list[dict[str, float]] = []
     first: dict[str, float] = {}
     for start in range(0, len(truth), together):
@@ -210,7 +235,7 @@ def _shifts(truth: Sequence[Results], together: int) -> list[dict[str, float]]:
         sizes = {n: max(_largest(r[n]) for r in pool) for n, t in pool[0].items() if _counts(t)}
         first = sizes if not start else first
         usable = {n: s for n, s in sizes.items() if 0 < s < math.inf and 0 < first[n] < math.inf}
-        shift = {n: 2.0 ** round(math.log2(first[n] / size)) for n, size in usable.items()}
+        shift = {n: 2.0 ** math.floor(math.log2(first[n] / s)) for n, s in usable.items()}
         shifts += [shift] * len(pool)
     return shifts
 

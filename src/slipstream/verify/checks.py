@@ -19,12 +19,11 @@ from torch.utils import deterministic
 from slipstream.errors import HardwareError
 from slipstream.ops import dispatch
 from slipstream.verify.budget import (
-    Comparison,
     Figure,
     Results,
     bitwise_equal,
     cast,
-    compare_draws,
+    decide,
     make_leaves,
     named_outputs,
     upstream,
@@ -33,8 +32,6 @@ from slipstream.verify.budget import (
 from slipstream.verify.case import Case, Promise
 
 Verdict = Literal["pass", "fail", "skipped"]
-DRAWN = (1, 3, 9)
-"""Times ``Case.pool`` draws are judged; the next number only where a maximum alone is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,19 +169,14 @@ def _held_to_budget(
     data: Data, call: Callable, *, poison: bool, layout: str | None = None
 ) -> tuple[list[str], list[Figure]]:
     """Problems and figures of as many draws as it takes to tell luck from a fault."""
-    actual: list[Results] = []
-    found = Comparison()
-    for times in DRAWN:
-        seeds = range(times * data.case.pool)
-        for seed in seeds[len(actual) :]:
-            with poisoned() if poison else nullcontext():
-                actual.append(data.run(call, data.inputs(seed), draw=seed, layout=layout))
-        eager = [data.eager(seed, layout) for seed in seeds]
-        truth = [data.truth(seed) for seed in seeds]
-        found = compare_draws(actual, eager, truth, data.unit, data.case.pool)
-        if not found.may_be_luck:
-            break
-    more = f" in {len(actual)} draws" if len(actual) > data.case.pool else ""
+
+    def run(seed: int) -> tuple[Results, Results, Results]:
+        with poisoned() if poison else nullcontext():
+            actual = data.run(call, data.inputs(seed), draw=seed, layout=layout)
+        return actual, data.eager(seed, layout), data.truth(seed)
+
+    found, drawn = decide(run, data.case.pool, data.unit)
+    more = f" in {drawn} draws" if drawn > data.case.pool else ""
     return [problem + more for problem in found.problems], found.figures
 
 

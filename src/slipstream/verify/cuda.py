@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from slipstream.hw.capture import captured
 from slipstream.verify.budget import (
     Figure,
     Results,
@@ -40,10 +41,9 @@ def check_graph(subject: Subject, data: Data) -> Outcome:
         # Copies: nothing of the graph may share memory with the inputs of the plain runs.
         leaves = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in leaves.items()}
         step = _step(data, leaves)
-        _warm_up(step, data.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
+        stream = torch.cuda.Stream(data.device)
+        _warm_up(step, stream)
+        graph, replayed = captured(step, stream)
         problems = []
         for seed, inputs in ((0, data.draws[0]), (1, data.draw(1))):
             with torch.no_grad():
@@ -52,7 +52,7 @@ def check_graph(subject: Subject, data: Data) -> Outcome:
             graph.replay()
             torch.cuda.synchronize(data.device)
             expected = data.run(data.case.call, inputs)
-            problems += differences(captured, expected, f"replay with seed {seed} differs")
+            problems += differences(replayed, expected, f"replay with seed {seed} differs")
         return problems, []
 
     return judge(subject, data.case.name, "graph", run)
@@ -64,13 +64,13 @@ def _step(data: Data, leaves: Results) -> Callable[[], Results]:
     return lambda: with_gradients(named_outputs(data.case.call(**leaves)), leaves, grads)
 
 
-def _warm_up(step: Callable[[], Results], device: torch.device) -> None:
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+def _warm_up(step: Callable[[], Results], stream: torch.cuda.Stream) -> None:
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):
             step()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    current.wait_stream(stream)
 
 
 @contextmanager
