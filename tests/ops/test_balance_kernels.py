@@ -18,7 +18,7 @@ if "triton" not in runnable("moe_route"):
 import triton
 import triton.language as tl
 
-from slipstream.ops.moe.route import kernels
+from slipstream.ops.moe.route import balance_launch, kernels
 from slipstream.ops.moe.route.balance_launch import rebalance_in_place, state_size
 from slipstream.ops.moe.route.launch import tiling
 
@@ -185,6 +185,22 @@ def test_experts_are_bitwise_those_of_the_reference(mode, seed, length, num_expe
 )
 def test_odd_shapes(mode, tokens, num_experts, top_k):
     _check(_random_case(3, tokens, num_experts, 1000, top_k=top_k, depth=2, mode=mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k", "levels"),
+    [(2100, 8, 2, 1000), (2100, 4, 1, 1)],
+    ids=lambda n: str(n),
+)
+def test_more_than_a_program_holds_at_a_time(monkeypatch, mode, tokens, num_experts, top_k, levels):
+    monkeypatch.setattr(balance_launch, "TILE_ELEMENTS", 2048)
+    monkeypatch.setattr(balance_launch, "TILE_SLOTS", 256)
+    case = _random_case(4, tokens, num_experts, levels, top_k=top_k, depth=4, mode=mode)
+    load_E = case.load_E.clone()
+    load_E[case.logits_TE.sum(0).argmax()] = 50
+    outcome = _check(case._replace(load_E=load_E, threshold=torch.tensor(1.0)))
+    assert outcome.rerouted > tokens // 8
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -5,13 +5,16 @@ from typing import Any, NamedTuple
 import torch
 
 from slipstream.ops.moe.route import balance_kernels
-from slipstream.ops.moe.route.balance_select import BINS
+from slipstream.ops.moe.route.balance_select import BINS, WORD
 from slipstream.ops.moe.route.options import BalanceMode, RouteOptions
-from slipstream.ops.triton_support import interpreting, multiprocessors
+from slipstream.ops.triton_support import cdiv, interpreting, multiprocessors, next_power_of_2
 
-TILE_ELEMENTS = 4096
-"""Keys a program holds at a time."""
+NUM_WARPS = 16
+TILE_ELEMENTS = 2048
+"""Scores a program holds at a time."""
 MAX_BLOCK_T = 32
+TILE_SLOTS = 2048
+"""Slots of plain top-k a program holds at a time."""
 MIN_BLOCK_E = 16
 KERNELS: dict[str, Any] = {
     "weight": balance_kernels.balance_weight_kernel,
@@ -31,6 +34,7 @@ class Spec(NamedTuple):
     NORMALIZE: bool
     TILE_T: int
     BLOCK_T: int
+    BLOCK_S: int
     BLOCK_E: int
     BLOCK_K: int
     BLOCK_G: int
@@ -38,7 +42,7 @@ class Spec(NamedTuple):
 
 def spec(num_experts: int, tile_tokens: int, options: RouteOptions) -> Spec:
     """``tile_tokens``: tokens of a tile of the counts."""
-    block_e = max(MIN_BLOCK_E, _power_of_2(num_experts))
+    block_e = max(MIN_BLOCK_E, next_power_of_2(num_experts))
     return Spec(
         E=num_experts,
         TOP_K=options.top_k,
@@ -49,9 +53,10 @@ def spec(num_experts: int, tile_tokens: int, options: RouteOptions) -> Spec:
         NORMALIZE=options.normalize,
         TILE_T=tile_tokens,
         BLOCK_T=max(1, min(MAX_BLOCK_T, TILE_ELEMENTS // block_e)),
+        BLOCK_S=max(1, TILE_SLOTS // next_power_of_2(options.top_k)),
         BLOCK_E=block_e,
-        BLOCK_K=_power_of_2(options.top_k),
-        BLOCK_G=_power_of_2(options.num_groups),
+        BLOCK_K=next_power_of_2(options.top_k),
+        BLOCK_G=next_power_of_2(options.num_groups),
     )
 
 
@@ -87,10 +92,9 @@ def rebalance_in_place(
     shape = spec(experts, tile_tokens, options)
     if not tokens:
         return
-    blocks = -(-tokens // shape.BLOCK_T)
-    programs = min(_most_programs(logits_TE.device), blocks)
-    chunk = -(-blocks // programs) * shape.BLOCK_T
-    KERNELS[options.mode][(programs,)](
+    words = cdiv(tokens, WORD.value)
+    chunk = cdiv(words, min(_most_programs(logits_TE.device), words)) * WORD.value
+    KERNELS[options.mode][(cdiv(tokens, chunk),)](
         logits_TE,
         stats_2T,
         bias_E,
@@ -100,7 +104,7 @@ def rebalance_in_place(
         plain_EJ,
         load_E,
         threshold,
-        *_scratch(logits_TE, expert_TK.numel(), programs, options.mode),
+        *_scratch(logits_TE, expert_TK.numel(), options.mode),
         state,
         tokens,
         chunk,
@@ -110,30 +114,27 @@ def rebalance_in_place(
         options.depth,
         options.scale,
         S=shape,
-        num_warps=8,
+        num_warps=NUM_WARPS,
         num_stages=1,
         # All programs at once or none: they wait for each other.
         launch_cooperative_grid=True,
     )
 
 
-def _scratch(
-    logits_TE: torch.Tensor, slots: int, programs: int, mode: BalanceMode
-) -> tuple[torch.Tensor, ...]:
-    experts = logits_TE.shape[1]
+def _scratch(logits_TE: torch.Tensor, slots: int, mode: BalanceMode) -> tuple[torch.Tensor, ...]:
+    tokens, experts = logits_TE.shape
     ints, empty = torch.int32, logits_TE.new_empty
+    moving = empty(2 * (slots + tokens), dtype=ints)
     if mode == "causal":
-        return empty((2, slots), dtype=ints), empty((2, programs, experts), dtype=ints)
+        bits = empty((experts, cdiv(tokens, WORD.value)), dtype=ints)
+        return moving, bits, empty(experts, dtype=ints)
     return (
-        empty((4, slots), dtype=ints),
-        empty((3, experts), dtype=ints),
+        moving,
+        empty((4, experts), dtype=ints),
         empty(experts, dtype=torch.int64),
         empty((experts, BINS.value), dtype=ints),
+        empty((2, experts, tokens), dtype=ints),
     )
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 def _most_programs(device: torch.device) -> int:

@@ -1,110 +1,149 @@
-"""The strongest slots of every expert at once, by the digits of their keys, without a sort.
+"""What each expert keeps: the key of its weakest slot, or the token from which it is full.
 
-A key is (strength, earlier slot first), so that no two are equal. Each pass counts one digit of
-the keys that agree with what is known of the expert's weakest kept key, and fixes the next digit.
-It stops when every expert's digits so far tell kept slots from shed ones.
+One program serves an expert and reads only what that expert was offered, so experts do not wait
+for each other. Counts of coarse bins, made when slots are offered, leave few of them in question.
 """
 
 import triton
 import triton.language as tl
 
-from slipstream.ops.moe.route.balance_steps import grid_barrier
-from slipstream.ops.moe.route.kernels import scores_of
+from slipstream.ops.moe.route.balance_steps import LATEST, earliness
 
 BINS = tl.constexpr(2048)
-PASSES = tl.constexpr(6)
-SLOT_BITS = tl.constexpr(31)
+BIN_SHIFT = tl.constexpr(16)
+TOP_DIGIT = tl.constexpr(0x3F80)
+"""The bits of 1.0 above ``BIN_SHIFT``: scores below 1 / 65536 share the lowest bin."""
+PROBES = tl.constexpr(4)
+BLOCK_N = tl.constexpr(8192)
+BLOCK_P = tl.constexpr(2048)
+BLOCK_W = tl.constexpr(1024)
+WORD = tl.constexpr(32)
+"""Tokens whose bits share a word."""
 
 
 @triton.jit
-def strength_of(logits_ptr, stats_ptr, t, expert, inside, T, S: tl.constexpr):
-    """The score of slots as an integer of the same order; scores are never negative."""
-    SCORE: tl.constexpr = S.SCORE
-    logits = tl.load(logits_ptr + t * S.E + expert, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.load(stats_ptr + t, mask=inside, other=0.0)
-    total = tl.load(stats_ptr + T + t, mask=inside, other=1.0)
-    return scores_of(logits, largest, total, SCORE).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def bin_of(strength):
+    """The bin that counts a strength; 128 for each factor of 2."""
+    return tl.minimum(tl.maximum((strength >> BIN_SHIFT) - TOP_DIGIT, 1 - BINS), 0) + BINS - 1
 
 
 @triton.jit
-def key_of(strength, n):
-    """Stronger slots above, earlier slots above later ones of the same strength."""
-    return (strength.to(tl.int64) << SLOT_BITS) | (0x7FFFFFFF - n).to(tl.int64)
+def weakest_kept(hist_ptr, strength_ptr, token_ptr, listed, entries, need):
+    """The least key among the ``need`` strongest, 0 if that is all; and how many were offered.
 
-
-@triton.jit
-def first_bin(strength, expert):
-    """Where the first pass counts a slot."""
-    return expert * BINS + (strength >> 20)
-
-
-@triton.jit
-def _shift(step):
-    # Digits of 11, 10 and 10 bits of the strength, then of the slot.
-    return tl.where(step < 3, 51 - 10 * step, 50 - 10 * step).to(tl.int64)
-
-
-@triton.jit
-def select_strongest(
-    target_ptr, strength_ptr, live_ptr, need_ptr, room_ptr, kth_ptr, hist_ptr, load_ptr,
-    total_ptr, ticket_ptr, goal, limit, first, start, end, slots, S: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """``kth[e]``: the smallest key that expert e keeps; the first digit is counted already.
-
-    In the first call a hot expert keeps its capacity and another all; later each keeps its room.
+    ``hist``: counts of the offered slots, cleared here. ``strength``: ``entries`` of them, negative
+    ones being none, spent here; their tokens are in ``token`` if ``listed``, else an entry's place
+    is its token.
     """
-    e = tl.arange(0, S.BLOCK_E)
-    step = tl.zeros((), tl.int32)
-    goal = grid_barrier(ticket_ptr, goal)
-    for g in range(tl.program_id(0), S.E, tl.num_programs(0)):
-        room = tl.load(room_ptr + g)
-        hot = tl.load(load_ptr + g).to(tl.float64) > limit
-        need = tl.where(first & (hot == 0), slots, room)
-        total = _narrow(g, step, need, live_ptr, need_ptr, kth_ptr, hist_ptr)
-        tl.store(room_ptr + g, tl.maximum(room - total, 0))
-        tl.atomic_add(total_ptr, total.to(tl.int64), sem="relaxed")
-    goal = grid_barrier(ticket_ptr, goal)
-    live = tl.max(tl.load(live_ptr + e, mask=e < S.E, other=0), axis=0)
-    step += 1
-    while (live > 0) & (step < PASSES):
-        for n0 in range(start, end, BLOCK_N):
-            n = n0 + tl.arange(0, BLOCK_N)
-            target = tl.load(target_ptr + n, mask=n < end, other=-1)
-            counted = target >= 0
-            counted &= tl.load(live_ptr + target, mask=counted, other=0) > 0
-            strength = tl.load(strength_ptr + n, mask=counted, other=0)
-            kth = tl.load(kth_ptr + target, mask=counted, other=0)
-            key = key_of(strength, n)
-            counted &= (key >> _shift(step - 1)) == (kth >> _shift(step - 1))
-            digit = (key >> _shift(step)).to(tl.int32) & tl.where(step == 3, 2047, 1023)
-            tl.atomic_add(hist_ptr + target * BINS + digit, 1, mask=counted, sem="relaxed")
-        goal = grid_barrier(ticket_ptr, goal)
-        for g in range(tl.program_id(0), S.E, tl.num_programs(0)):
-            if tl.load(live_ptr + g) > 0:
-                need = tl.load(need_ptr + g)
-                _narrow(g, step, need, live_ptr, need_ptr, kth_ptr, hist_ptr)
-        goal = grid_barrier(ticket_ptr, goal)
-        live = tl.max(tl.load(live_ptr + e, mask=e < S.E, other=0), axis=0)
-        step += 1
-    return goal
+    b = tl.arange(0, BINS)
+    count = tl.load(hist_ptr + b)
+    offered = tl.sum(count, axis=0)
+    least = tl.zeros((), tl.int64)
+    if offered > need:
+        from_top = offered - tl.cumsum(count, axis=0) + count
+        mine = tl.max(tl.where(from_top >= need, b, 0), axis=0)
+        above = tl.max(tl.where(from_top < need, from_top, 0), axis=0)
+        inside = tl.load(hist_ptr + mine)
+        digit = mine + 1 - BINS + TOP_DIGIT
+        low = tl.where(mine == 0, 0, digit << BIN_SHIFT)
+        high = tl.where(mine == BINS - 1, LATEST, (digit + 1) << BIN_SHIFT)
+        if inside > need - above:
+            _gather(strength_ptr, token_ptr, listed, entries, low, high)
+        least = _search(strength_ptr, token_ptr, inside, need - above, low, high)
+    tl.debug_barrier()
+    tl.store(hist_ptr + b, tl.zeros_like(b))
+    return least, offered
 
 
 @triton.jit
-def _narrow(g, step, need, live_ptr, need_ptr, kth_ptr, hist_ptr):
-    """Fix one digit of ``kth[g]`` and clear its counts; returns the number of slots counted."""
-    digit = tl.arange(0, BINS)
-    known = tl.load(kth_ptr + g, mask=step > 0, other=0)
-    count = tl.load(hist_ptr + g * BINS + digit)
-    total = tl.sum(count, axis=0)
-    from_top = total - tl.cumsum(count, axis=0) + count
-    mine = tl.max(tl.where(from_top >= need, digit, 0), axis=0)
-    above = tl.sum(tl.where(digit > mine, count, 0), axis=0)
-    inside = tl.sum(tl.where(digit == mine, count, 0), axis=0)
-    splits = total > need
+def _gather(strength_ptr, token_ptr, listed, entries, low, high):
+    """Move the entries from ``low`` to below ``high`` to the front."""
+    found = tl.zeros((), tl.int32)
+    for n0 in range(0, entries, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        mine = tl.load(strength_ptr + n, mask=n < entries, other=-1)
+        inside = (mine >= low) & (mine < high)
+        token = tl.load(token_ptr + n, mask=inside & listed, other=0)
+        token = tl.where(listed, token, n)
+        place = found + tl.cumsum(inside.to(tl.int32), axis=0) - 1
+        found += tl.sum(inside.to(tl.int32), axis=0)
+        tl.debug_barrier()
+        tl.store(strength_ptr + place, mine, mask=inside)
+        tl.store(token_ptr + place, token, mask=inside)
     tl.debug_barrier()
-    tl.store(hist_ptr + g * BINS + digit, tl.zeros_like(digit))
-    tl.store(kth_ptr + g, known + tl.where(splits, mine.to(tl.int64) << _shift(step), 0))
-    tl.store(need_ptr + g, need - above)
-    tl.store(live_ptr + g, (splits & (need - above < inside)).to(tl.int32))
-    return total
+
+
+@triton.jit
+def _search(strength_ptr, token_ptr, count, need, low, high):
+    """The least key among the ``need`` strongest of ``count`` entries, all in the range given.
+
+    Each step counts at PROBES values of the range: ``count`` entries reach ``low``, ``fewer`` reach
+    ``high``. If strengths are equal, the search goes on among those, by earliness.
+    """
+    entries = count
+    fewer = tl.zeros((), tl.int32)
+    tied = tl.full((), -1, tl.int32)
+    p = tl.arange(0, PROBES)
+    while count > need:
+        if high - low == 1:
+            tied = low
+            count -= fewer
+            need -= fewer
+            fewer = tl.zeros((), tl.int32)
+            low = tl.zeros((), tl.int32)
+            high = low + LATEST
+        step_P = ((p + 1).to(tl.int64) * (high - low) + PROBES) // (PROBES + 1)
+        value_P = low + step_P.to(tl.int32)
+        count_P = _at_least(strength_ptr, token_ptr, entries, value_P, tied)
+        reached_P = count_P >= need
+        count = tl.min(tl.where(reached_P, count_P, count), axis=0)
+        fewer = tl.max(tl.where(reached_P, fewer, count_P), axis=0)
+        low = tl.max(tl.where(reached_P, value_P, low), axis=0)
+        high = tl.min(tl.where(reached_P, high, value_P), axis=0)
+    strength = tl.where(tied < 0, low, tied).to(tl.int64)
+    return (strength << 32) | tl.where(tied < 0, 0, low).to(tl.int64)
+
+
+@triton.jit
+def _at_least(strength_ptr, token_ptr, entries, value_P, tied):
+    """How many entries reach each value; of strength ``tied``, by earliness, if not negative."""
+    count_NP = tl.zeros((BLOCK_P, PROBES), tl.int32)
+    for n0 in range(0, entries, BLOCK_P):
+        n = n0 + tl.arange(0, BLOCK_P)[:, None]
+        mine = tl.load(strength_ptr + n, mask=n < entries, other=-1)
+        if tied >= 0:
+            early = earliness(tl.load(token_ptr + n, mask=n < entries, other=0))
+            mine = tl.where(mine == tied, early, -1)
+        count_NP += (mine >= value_P[None, :]).to(tl.int32)
+    return tl.sum(count_NP, axis=0)
+
+
+@triton.jit
+def full_from(bits_ptr, words, capacity, T):
+    """The first token that comes after ``capacity`` tokens with a bit in a row of ``bits``."""
+    total = tl.zeros((), tl.int32)
+    place = tl.zeros((), tl.int32)
+    before = tl.zeros((), tl.int32)
+    for w0 in range(0, words, BLOCK_W):
+        w = w0 + tl.arange(0, BLOCK_W)
+        count = _ones(tl.load(bits_ptr + w, mask=w < words, other=0))
+        upto = total + tl.cumsum(count, axis=0)
+        early = (upto < capacity) & (w < words)
+        place += tl.sum(early.to(tl.int32), axis=0)
+        before = tl.maximum(before, tl.max(tl.where(early, upto, 0), axis=0))
+        total += tl.sum(count, axis=0)
+    token = T
+    if total >= capacity:
+        held = (tl.load(bits_ptr + place) >> tl.arange(0, WORD)) & 1
+        early = before + tl.cumsum(held, axis=0) < capacity
+        token = place * WORD + tl.sum(early.to(tl.int32), axis=0) + 1
+    return token
+
+
+@triton.jit
+def _ones(word):
+    """The number of bits set."""
+    word -= (word >> 1) & 0x55555555
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24) & 0xFF

@@ -9,43 +9,92 @@ import triton.language as tl
 
 from slipstream.ops.moe.route.kernels import (
     LOWEST,
+    LOWEST_32,
     keys_of,
     load_logits,
     open_groups,
+    ordered_of,
     scores_of,
     slot_scores,
     weights_of,
 )
 
+LATEST = tl.constexpr(0x7FFFFFFF)
+
 
 @triton.jit
 def grid_barrier(ticket_ptr, goal):
     """Wait for all programs, which must be resident at once; returns the tickets drawn so far."""
-    goal += tl.num_programs(0)
-    tl.debug_barrier()
-    tl.atomic_add(ticket_ptr, 1, sem="release", scope="gpu")
-    while tl.atomic_add(ticket_ptr, 0, sem="acquire", scope="gpu") < goal:
-        pass
-    tl.debug_barrier()
+    goal = arrive(ticket_ptr, goal)
+    wait(ticket_ptr, goal)
     return goal
 
 
 @triton.jit
-def hot_and_capacity(load_ptr, threshold_ptr, slots, S: tl.constexpr):
-    """How many experts are hot, the load above which one is, and the slots each may carry."""
+def arrive(ticket_ptr, goal):
+    """The first half of a barrier: what this program has stored so far is for the others."""
+    tl.debug_barrier()
+    tl.atomic_add(ticket_ptr, 1, sem="release", scope="gpu")
+    return goal + tl.num_programs(0)
+
+
+@triton.jit
+def wait(ticket_ptr, goal):
+    """The second half: until all have arrived."""
+    while tl.atomic_add(ticket_ptr, 0, sem="acquire", scope="gpu") < goal:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def hottest(load_ptr, threshold_ptr, S: tl.constexpr):
+    """Whether an expert is hot, and the load above which one is."""
     e = tl.arange(0, S.BLOCK_E)
     load_E = tl.load(load_ptr + e, mask=e < S.E, other=0).to(tl.float64)
-    threshold = tl.load(threshold_ptr).to(tl.float64)
-    limit = threshold * (tl.sum(load_E, axis=0) / S.E)
+    limit = tl.load(threshold_ptr).to(tl.float64) * (tl.sum(load_E, axis=0) / S.E)
+    hot = tl.max(((load_E > limit) & (e < S.E)).to(tl.int32), axis=0)
+    return hot > 0, limit
+
+
+@triton.jit
+def capacity_of(threshold_ptr, slots, S: tl.constexpr):
+    """The slots that each expert may carry."""
     most = slots.to(tl.float64)
-    capacity = tl.minimum(tl.maximum(tl.floor(threshold * most / S.E), 1.0), most)
-    hot = tl.sum(((load_E > limit) & (e < S.E)).to(tl.int32), axis=0)
-    return hot, limit, capacity.to(tl.int32)
+    capacity = tl.floor(tl.load(threshold_ptr).to(tl.float64) * most / S.E)
+    return tl.minimum(tl.maximum(capacity, 1.0), most).to(tl.int32)
+
+
+@triton.jit
+def strength_of(logits_ptr, stats_ptr, t, expert, inside, T, S: tl.constexpr):
+    """The score of slots as an integer of the same order; scores are never negative."""
+    SCORE: tl.constexpr = S.SCORE
+    logits = tl.load(logits_ptr + t * S.E + expert, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.load(stats_ptr + t, mask=inside, other=0.0)
+    total = tl.load(stats_ptr + T + t, mask=inside, other=1.0)
+    return strength_bits(scores_of(logits, largest, total, SCORE))
+
+
+@triton.jit
+def strength_bits(score):
+    """Scores as integers of the same order, below LATEST."""
+    return tl.minimum(score.to(tl.int32, bitcast=True) & LATEST, LATEST - 1)
+
+
+@triton.jit
+def key_of(strength, t):
+    """Stronger slots above, earlier tokens above later ones of the same strength."""
+    return (strength.to(tl.int64) << 32) | earliness(t).to(tl.int64)
+
+
+@triton.jit
+def earliness(t):
+    """Larger for earlier tokens, and below LATEST."""
+    return 0x7FFFFFFE - t
 
 
 @triton.jit
 def ranked(logits_ptr, stats_ptr, bias_ptr, t, e, inside_T, T, S: tl.constexpr):
-    """Keys by which a token ranks experts, those of the choice; LOWEST: not allowed."""
+    """int32 in the order in which tokens prefer experts, LOWEST_32: not allowed; and the scores."""
     E: tl.constexpr = S.E
     SCORE: tl.constexpr = S.SCORE
     GROUPS: tl.constexpr = S.GROUPS
@@ -57,13 +106,25 @@ def ranked(logits_ptr, stats_ptr, bias_ptr, t, e, inside_T, T, S: tl.constexpr):
     logits_TE = load_logits(logits_ptr, t, e, inside_T, E)
     largest_T = tl.load(stats_ptr + t, mask=inside_T, other=0.0)
     total_T = tl.load(stats_ptr + T + t, mask=inside_T, other=1.0)
-    select_TE = scores_of(logits_TE, largest_T[:, None], total_T[:, None], SCORE)
+    score_TE = scores_of(logits_TE, largest_T[:, None], total_T[:, None], SCORE)
+    select_TE = score_TE
     if bias_ptr is not None:
         select_TE += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
-    key_TE = tl.where((e < E)[None, :], keys_of(select_TE, e[None, :], BLOCK_E), LOWEST)
+    value_TE = tl.where((e < E)[None, :], ordered_of(select_TE), LOWEST_32)
     if GROUPS > 1:
+        key_TE = tl.where((e < E)[None, :], keys_of(select_TE, e[None, :], BLOCK_E), LOWEST)
         key_TE = open_groups(key_TE, e, E, GROUPS, TOP_GROUPS, GROUP_TOP, BLOCK_T, BLOCK_E, BLOCK_G)
-    return key_TE
+        value_TE = tl.where(key_TE == LOWEST, LOWEST_32, value_TE)
+    return value_TE, score_TE
+
+
+@triton.jit
+def beyond_plain(value_TE, e, last_T):
+    """``value_TE`` without plain top-k: what ranks above its last expert, ``last_T``, and that."""
+    last_TE = e[None, :] == last_T[:, None]
+    least_T = tl.max(tl.where(last_TE, value_TE, LOWEST_32), axis=1)[:, None]
+    plain_TE = (value_TE > least_T) | ((value_TE == least_T) & (e[None, :] <= last_T[:, None]))
+    return tl.where(plain_TE, LOWEST_32, value_TE)
 
 
 @triton.jit
@@ -82,14 +143,14 @@ def report(
     logits_ptr, stats_ptr, now_ptr, expert_ptr, weight_ptr, count_ptr, rerouted_ptr, start, end,
     T, length, tiles_per_sequence, num_tiles, scale, S: tl.constexpr,
 ):  # fmt: skip
-    """Experts, weights and counts of the tokens that moved; ``now`` -1: the slot stays."""
+    """Experts, weights and counts of the tokens that moved; ``now`` below 0: the slot stays."""
     E: tl.constexpr = S.E
     SCORE: tl.constexpr = S.SCORE
     NORMALIZE: tl.constexpr = S.NORMALIZE
     k = tl.arange(0, S.BLOCK_K)
     total = tl.zeros((), tl.int32)
-    for first in range(start, end, S.BLOCK_T):
-        t = first + tl.arange(0, S.BLOCK_T).to(tl.int64)
+    for first in range(start, end, S.BLOCK_S):
+        t = first + tl.arange(0, S.BLOCK_S).to(tl.int64)
         inside_TK = (t < end)[:, None] & (k < S.TOP_K)[None, :]
         slot_TK = t[:, None] * S.TOP_K + k[None, :]
         plain_TK = tl.load(expert_ptr + slot_TK, mask=inside_TK, other=0).to(tl.int32)
@@ -97,21 +158,19 @@ def report(
         now_TK = tl.where(now_TK < 0, plain_TK, now_TK)
         moved_TK = now_TK != plain_TK
         moved_T = tl.sum(moved_TK.to(tl.int32), axis=1)
-        moved = tl.sum(moved_T, axis=0)
+        total += tl.sum(moved_T, axis=0)
         tl.debug_barrier()
-        if moved > 0:
-            total += moved
-            tl.store(expert_ptr + slot_TK, now_TK.to(tl.int64), mask=moved_TK)
-            largest_T = tl.load(stats_ptr + t, mask=t < end, other=0.0)
-            total_T = tl.load(stats_ptr + T + t, mask=t < end, other=1.0)
-            score_TK = slot_scores(logits_ptr, t, now_TK, largest_T, total_T, inside_TK, E, SCORE)
-            weight_TK = weights_of(score_TK, scale, NORMALIZE)
-            tl.store(weight_ptr + slot_TK, weight_TK, mask=inside_TK & (moved_T > 0)[:, None])
-            sequence = t // length
-            tile = sequence * tiles_per_sequence + (t - sequence * length) // S.TILE_T
-            from_TK = plain_TK.to(tl.int64) * num_tiles + tile[:, None]
-            to_TK = now_TK.to(tl.int64) * num_tiles + tile[:, None]
-            tl.atomic_add(count_ptr + from_TK, -1, mask=moved_TK, sem="relaxed")
-            tl.atomic_add(count_ptr + to_TK, 1, mask=moved_TK, sem="relaxed")
+        tl.store(expert_ptr + slot_TK, now_TK.to(tl.int64), mask=moved_TK)
+        largest_T = tl.load(stats_ptr + t, mask=t < end, other=0.0)
+        total_T = tl.load(stats_ptr + T + t, mask=t < end, other=1.0)
+        score_TK = slot_scores(logits_ptr, t, now_TK, largest_T, total_T, inside_TK, E, SCORE)
+        weight_TK = weights_of(score_TK, scale, NORMALIZE)
+        tl.store(weight_ptr + slot_TK, weight_TK, mask=inside_TK & (moved_T > 0)[:, None])
+        sequence = t // length
+        tile = sequence * tiles_per_sequence + (t - sequence * length) // S.TILE_T
+        from_TK = plain_TK.to(tl.int64) * num_tiles + tile[:, None]
+        to_TK = now_TK.to(tl.int64) * num_tiles + tile[:, None]
+        tl.atomic_add(count_ptr + from_TK, -1, mask=moved_TK, sem="relaxed")
+        tl.atomic_add(count_ptr + to_TK, 1, mask=moved_TK, sem="relaxed")
     if total > 0:
         tl.atomic_add(rerouted_ptr, total.to(tl.int64), sem="relaxed")
