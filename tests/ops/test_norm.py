@@ -297,13 +297,13 @@ def test_rows_at_a_distance_are_read_where_they_are():
 
 
 def test_gelu_of_every_16_bit_number():
-    """The short formula is within 7.5e-8 of the normal distribution."""
+    """The short formula is within 4.5e-6 of the tail of the normal distribution."""
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
     x = x[x.isfinite()].view(-1, 1024)
     _, s = _triton(activation="gelu")(x=x, weight_D=torch.ones(1024).half())
     exact = F.gelu(x.double())
     # The formula, fp32 arithmetic, and the rounding of s: relative, or of the smallest numbers.
-    allowed = (7.5e-8 + 2**-23) * x.double().abs() + 2**-11 * exact.abs() + 2**-25
+    allowed = (1e-6 + 2**-23) * x.double().abs() + 2**-11 * exact.abs() + 2**-25
     assert ((s.double() - exact).abs() <= allowed).all()
 
 

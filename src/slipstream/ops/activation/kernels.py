@@ -9,13 +9,17 @@ halves of rows of ``2F``. NaN goes through every function.
 import triton
 import triton.language as tl
 
+from slipstream.ops.triton_support import interpreting
+
 ALL = tl.constexpr(tl.PropagateNan.ALL)
+COMPILED = tl.constexpr(not interpreting())
+"""Whether there are the processor's own instructions."""
 
 
 @triton.jit
-def reciprocal(x, FAST: tl.constexpr):
-    """``1 / x``; ``FAST``: one instruction, which Triton's interpreter does not have."""
-    if FAST:
+def reciprocal(x):
+    """``1 / x`` in one instruction, within a unit in the last place."""
+    if COMPILED:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -24,9 +28,9 @@ def reciprocal(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def power_of_2(x, FAST: tl.constexpr):
-    """``2 ** x``; ``FAST`` as for ``reciprocal``."""
-    if FAST:
+def power_of_2(x):
+    """``2 ** x`` in one instruction, within two units in the last place."""
+    if COMPILED:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -35,42 +39,79 @@ def power_of_2(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def gelu_16_bit(x, FAST: tl.constexpr):
-    """GELU and its derivative with an error that vanishes when they are rounded to 16 bits.
-
-    The normal distribution is formula 26.2.17 of Abramowitz and Stegun, within 7.5e-8, in half the
-    instructions of ``erf``: with those, arithmetic would take longer than memory.
-    """
-    t = reciprocal(1.0 + 0.2316419 * tl.abs(x), FAST)
-    series = t * (-0.142248368 + t * (0.710706871 + t * (-0.7265760135 + t * 0.5307027145)))
-    bell = power_of_2((-0.7213475204444817 * x) * x, FAST)
-    ratio = t * (0.127414796 + series)
-    # Spelled out, so that both directions round alike.
-    below = tl.where(x > 0, tl.fma(-bell, ratio, 1.0), bell * ratio)
-    return x * below, below + (0.3989422804014327 * x) * bell
+def widen(x):
+    """A tile in fp32: one instruction for every bf16, where the compiler takes 1.5."""
+    if COMPILED and x.dtype == tl.bfloat16 and x.shape[-1] > 1:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t;"
+            " and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }",
+            "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
-def gelu_tanh_16_bit(x, FAST: tl.constexpr):
+def gelu_16_bit(x):
+    """GELU and its derivative with an error that vanishes when they are rounded to 16 bits.
+
+    The logarithm of the normal distribution's tail is almost a parabola: a polynomial (README.md)
+    and one power give it within 4.5e-6 of itself where that shows, in half the instructions of
+    ``erf``: with those, arithmetic would take longer than memory.
+    """
+    # Further out the tail is 0 and the polynomial no longer its logarithm.
+    size = tl.minimum(tl.abs(x), 13.0, propagate_nan=ALL)
+    log = 0.00799082 + size * (-0.000758161194 + size * 3.318641e-05)
+    log = -1.1510968 + size * (-0.45904202 + size * (-0.05316615 + size * log))
+    tail = power_of_2(-1.0 + size * log)
+    # 1 / sqrt(2 pi) is in the exponent.
+    bell = power_of_2(tl.fma(size * size, -0.7213475204444817, -1.3257480647361592))
+    slope = tail - size * bell
+    return tl.maximum(x, 0.0) - size * tail, tl.where(x > 0, 1 - slope, slope)
+
+
+@triton.jit
+def gelu_tanh_16_bit(x):
     """The tanh form of GELU and its derivative, as exact as 16 bits can tell."""
     square = x * x
-    below = reciprocal(1.0 + power_of_2(x * (-2.302208198 - 0.1029432397 * square), FAST), FAST)
+    below = reciprocal(1.0 + power_of_2(x * (-2.302208198 - 0.1029432397 * square)))
     value = x * below
     return value, below + value * (1 - below) * (1.5957691216057308 + 0.2140644489 * square)
+
+
+@triton.jit
+def sigmoid_16_bit(x):
+    """The logistic function, two instructions of the special unit."""
+    return reciprocal(1.0 + power_of_2(-1.4426950408889634 * x))
+
+
+@triton.jit
+def sigmoid_pair(x):
+    """``sigmoid(x)`` and ``1 - sigmoid(x)``, neither of them as a difference that loses digits."""
+    small = tl.sigmoid(-tl.abs(x))
+    return tl.where(x < 0, small, 1 - small), tl.where(x < 0, 1 - small, small)
 
 
 @triton.jit
 def gate_function(gate, alpha, ACTIVATION: tl.constexpr):
     """The ungated function of fp32 ``gate`` and its derivative.
 
-    Names that end in ``_16_bit``, or so and ``_interpreted``: of values that had 16 bits.
+    Names that end in ``_16_bit``: of values that had 16 bits.
     """
     if ACTIVATION == "silu":
-        sigmoid = tl.sigmoid(gate)
+        below, above = sigmoid_pair(gate)
+        value = gate * below
+        slope = below + value * above
+    elif ACTIVATION == "silu_16_bit":
+        sigmoid = sigmoid_16_bit(gate)
         value = gate * sigmoid
         slope = sigmoid + value * (1 - sigmoid)
     elif ACTIVATION == "clamped":
-        sigmoid = tl.sigmoid(alpha * gate)
+        below, above = sigmoid_pair(alpha * gate)
+        value = gate * below
+        slope = below + alpha * value * above
+    elif ACTIVATION == "clamped_16_bit":
+        sigmoid = sigmoid_16_bit(alpha * gate)
         value = gate * sigmoid
         slope = sigmoid + alpha * value * (1 - sigmoid)
     elif ACTIVATION == "relu2":
@@ -82,18 +123,15 @@ def gate_function(gate, alpha, ACTIVATION: tl.constexpr):
         value = gate * below
         # Spelled out: a sum of two products is rounded in one of two ways, as the compiler likes.
         slope = tl.fma(gate * 0.3989422804014327, tl.exp(-0.5 * gate * gate), below)
-    elif ACTIVATION == "gelu_16_bit" or ACTIVATION == "gelu_16_bit_interpreted":
-        value, slope = gelu_16_bit(gate, ACTIVATION == "gelu_16_bit")
-    elif ACTIVATION == "gelu_tanh_16_bit" or ACTIVATION == "gelu_tanh_16_bit_interpreted":
-        value, slope = gelu_tanh_16_bit(gate, ACTIVATION == "gelu_tanh_16_bit")
+    elif ACTIVATION == "gelu_16_bit":
+        value, slope = gelu_16_bit(gate)
+    elif ACTIVATION == "gelu_tanh_16_bit":
+        value, slope = gelu_tanh_16_bit(gate)
     else:
         tl.static_assert(ACTIVATION == "gelu_tanh")
         square = gate * gate
         inner = 1.5957691216057308 * gate * (1 + 0.044715 * square)
-        # The smaller of sigmoid(inner) and sigmoid(-inner): one minus it loses no digit.
-        small = tl.sigmoid(-tl.abs(inner))
-        below = tl.where(inner < 0, small, 1 - small)
-        above = tl.where(inner < 0, 1 - small, small)
+        below, above = sigmoid_pair(inner)
         value = gate * below
         slope = below + value * above * (1.5957691216057308 * (1 + 3 * 0.044715 * square))
     return value, slope
@@ -154,7 +192,7 @@ def forward_block(
     gate = load(gate_ptr, row, column, stride_gate, mask, FLAT, ALIGNED)
     if GATED:
         up = load(up_ptr, row, column, stride_up, mask, FLAT, ALIGNED)
-        if ACTIVATION == "clamped":
+        if ACTIVATION == "clamped" or ACTIVATION == "clamped_16_bit":
             gate, up = clamped(gate, up, limit)
         value, _ = gate_function(gate, alpha, ACTIVATION)
         value *= up
@@ -204,11 +242,11 @@ def backward_block(
         up = load(up_ptr, row, column, stride_up, mask, FLAT, ALIGNED)
         factor = up
         above = gate > limit
-        if ACTIVATION == "clamped":
+        if ACTIVATION == "clamped" or ACTIVATION == "clamped_16_bit":
             gate, factor = clamped(gate, up, limit)
         value, slope = gate_function(gate, alpha, ACTIVATION)
         dup = grad * value
-        if ACTIVATION == "clamped":
+        if ACTIVATION == "clamped" or ACTIVATION == "clamped_16_bit":
             # A value on the edge of the clamp still counts as inside, as in PyTorch.
             slope = tl.where(above, 0.0, slope)
             dup = tl.where(tl.abs(up) > limit, 0.0, dup)

@@ -7,7 +7,7 @@ import torch
 from slipstream.ops.activation.kernels import activation_bwd_kernel, activation_fwd_kernel
 from slipstream.ops.activation.options import ActivationOptions
 from slipstream.ops.activation.tuned import Blocks, lookup
-from slipstream.ops.triton_support import cdiv, interpreting
+from slipstream.ops.triton_support import cdiv
 
 MAX_VECTOR = 16
 """Elements that one thread loads at most side by side."""
@@ -93,9 +93,9 @@ def backward(
 
 def function_name(gating: str, dtype: torch.dtype) -> str:
     """What the kernels call the function of tensors of ``dtype``."""
-    if dtype == torch.float32 or gating not in ("gelu", "gelu_tanh"):
+    if dtype == torch.float32 or gating == "relu2":
         return gating
-    return f"{gating}_16_bit_interpreted" if interpreting() else f"{gating}_16_bit"
+    return f"{gating}_16_bit"
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

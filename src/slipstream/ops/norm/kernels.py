@@ -7,7 +7,7 @@ weight's gradient stays in registers until a program has seen all of its rows.
 import triton
 import triton.language as tl
 
-from slipstream.ops.activation.kernels import gate_function
+from slipstream.ops.activation.kernels import COMPILED, gate_function, widen
 
 
 @triton.jit
@@ -31,9 +31,9 @@ def load_tile(ptr, rows, columns, stride, inside, D: tl.constexpr):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """``f(x)``, rounded to the dtype of ``x``."""
-    value, _ = gate_function(x.to(tl.float32), 0.0, ACTIVATION)
-    return value.to(x.dtype)
+    """``f(x)`` in fp32."""
+    value, _ = gate_function(widen(x), 0.0, ACTIVATION)
+    return value
 
 
 @triton.jit
@@ -41,13 +41,13 @@ def sum_tile(
     x_ptr, residual_ptr, rows, columns, stride_x, stride_residual, inside,
     D: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """``s = f(x) + residual`` of a tile, rounded to the dtype of ``x``."""
+    """``s = f(x) + residual`` of a tile; a sum is rounded to the dtype of ``x``."""
     s = load_tile(x_ptr, rows, columns, stride_x, inside, D)
     if ACTIVATION is not None:
         s = activated(s, ACTIVATION)
     if residual_ptr is not None:
         residual = load_tile(residual_ptr, rows, columns, stride_residual, inside, D)
-        s = (s.to(tl.float32) + residual.to(tl.float32)).to(s.dtype)
+        s = (widen(s) + widen(residual)).to(x_ptr.dtype.element_ty)
     return s
 
 
@@ -60,9 +60,9 @@ def load_weight(
     ``offset`` None: zero, without an instruction for it.
     """
     if columns.shape[0] == D:
-        weight = tl.load(weight_ptr + columns).to(tl.float32)
+        weight = widen(tl.load(weight_ptr + columns))
     else:
-        weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+        weight = widen(tl.load(weight_ptr + columns, mask=columns < D, other=0.0))
     if offset is not None:
         weight += offset
     if LLAMA:
@@ -71,18 +71,32 @@ def load_weight(
 
 
 @triton.jit
-def affine(n, weight, bias_ptr, columns, DTYPE: tl.constexpr, D: tl.constexpr, LLAMA: tl.constexpr):
+def load_affine(
+    weight_ptr, bias_ptr, columns, offset, DTYPE: tl.constexpr, D: tl.constexpr, LLAMA: tl.constexpr
+):  # fmt: skip
+    """Weight and bias; the latter is the former where there is none."""
+    weight = load_weight(weight_ptr, columns, offset, DTYPE, D, LLAMA)
+    if bias_ptr is None:
+        return weight, weight
+    else:
+        return weight, load_weight(bias_ptr, columns, None, DTYPE, D, LLAMA)
+
+
+@triton.jit
+def affine(
+    n, weight, bias, BIAS: tl.constexpr, DTYPE: tl.constexpr, LLAMA: tl.constexpr
+):  # fmt: skip
     """``n * weight + bias``, rounded to ``DTYPE`` once, or after every step where ``LLAMA``."""
     if LLAMA:
         n = n.to(DTYPE).to(tl.float32)
-    if LLAMA and bias_ptr is not None:
+    if LLAMA and BIAS:
         # A product of 16-bit numbers that is rounded and added to would become one instruction
         # that does not round it. This one the compiler leaves alone.
         y = tl.fma(n, tl.broadcast_to(weight[None, :], n.shape), 0.0).to(DTYPE).to(tl.float32)
     else:
         y = n * weight[None, :]
-    if bias_ptr is not None:
-        y += load_weight(bias_ptr, columns, None, DTYPE, D, LLAMA)[None, :]
+    if BIAS:
+        y += bias[None, :]
     return y.to(DTYPE)
 
 
@@ -96,7 +110,11 @@ def norm_fwd_kernel(
     """``y = norm(s)``; ``s`` where ``s_ptr`` is given; ``1 / sqrt(..)`` and mean of each row."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     columns = tl.arange(0, BLOCK_D)
-    weight = load_weight(weight_ptr, columns, offset, DTYPE, D, LLAMA)
+    # Registers for weight and bias would cost an activation programs that run at a time, and with
+    # them more than the wait for what is in the L1 cache.
+    LATE: tl.constexpr = STAGES == 1 and ACTIVATION is not None
+    if not LATE:
+        weight, bias = load_affine(weight_ptr, bias_ptr, columns, offset, DTYPE, D, LLAMA)
     blocks = tl.cdiv(num_rows, BLOCK_T)
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
         rows = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
@@ -106,8 +124,8 @@ def norm_fwd_kernel(
             x_ptr, residual_ptr, rows, columns, stride_x, stride_residual, inside, D, ACTIVATION
         )
         if s_ptr is not None:
-            tl.store(s_ptr + out, s, mask=inside)
-        c = s.to(tl.float32)
+            tl.store(s_ptr + out, s.to(DTYPE), mask=inside)
+        c = widen(s)
         if LAYER:
             mean = tl.sum(c, 1) / D
             tl.store(stats_ptr + num_rows + rows, mean, mask=rows < num_rows)
@@ -116,7 +134,10 @@ def norm_fwd_kernel(
                 c = tl.where((columns < D)[None, :], c, 0.0)
         rstd = tl.rsqrt(tl.sum(c * c, 1) / D + eps)
         tl.store(stats_ptr + rows, rstd, mask=rows < num_rows)
-        y = affine(c * rstd[:, None], weight, bias_ptr, columns, DTYPE, D, LLAMA)
+        if LATE:
+            weight, bias = load_affine(weight_ptr, bias_ptr, columns, offset, DTYPE, D, LLAMA)
+        # pyrefly: ignore[unbound-name]
+        y = affine(c * rstd[:, None], weight, bias, bias_ptr is not None, DTYPE, LLAMA)
         tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -125,43 +146,56 @@ def normed_tile(
     s_ptr, x_ptr, stats_ptr, rows, columns, stride_s, stride_x, num_rows, inside,
     D: tl.constexpr, LAYER: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """The normalised tile again, ``1 / sqrt(..)`` of its rows, and the tile before activation.
+    """The normalised tile again, ``1 / sqrt(..)`` of its rows, and the activation's derivative.
 
     ``s_ptr`` None: ``s`` is the activation of ``x``. Without one, the last is ``s``.
     """
     valid = rows < num_rows
     rstd = tl.load(stats_ptr + rows, mask=valid, other=0.0)
     if x_ptr is None:
-        x = load_tile(s_ptr, rows, columns, stride_s, inside, D)
-        s = x
+        n = widen(load_tile(s_ptr, rows, columns, stride_s, inside, D))
+        slope = n
     else:
+        # Here already: waiting for the sums, it takes fewer registers than what it is made of.
         x = load_tile(x_ptr, rows, columns, stride_x, inside, D)
-        if s_ptr is None:
-            s = activated(x, ACTIVATION)
-        else:
-            s = load_tile(s_ptr, rows, columns, stride_s, inside, D)
-    n = s.to(tl.float32)
+        n, slope = gate_function(widen(x), 0.0, ACTIVATION)
+        if s_ptr is not None:
+            n = widen(load_tile(s_ptr, rows, columns, stride_s, inside, D))
     if LAYER:
         n -= tl.load(stats_ptr + num_rows + rows, mask=valid, other=0.0)[:, None]
-    return n * rstd[:, None], rstd, x
+    return n * rstd[:, None], rstd, slope
 
 
 @triton.jit
 def store_gradients(
-    grad, x, ds_ptr, dx_ptr, dresidual_ptr, rows, columns, stride_ds, inside,
+    grad, slope, ds_ptr, dx_ptr, dresidual_ptr, rows, columns, stride_ds, inside,
     D: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Add what came back for ``s`` and store the gradients of the residual and of ``x``."""
     out = rows[:, None] * D + columns[None, :]
     if ds_ptr is not None:
-        grad += load_tile(ds_ptr, rows, columns, stride_ds, inside, D).to(tl.float32)
+        grad += widen(load_tile(ds_ptr, rows, columns, stride_ds, inside, D))
     if dresidual_ptr is not None:
         tl.store(dresidual_ptr + out, grad.to(dresidual_ptr.dtype.element_ty), mask=inside)
     if dx_ptr is not None:
         if ACTIVATION is not None:
-            _, slope = gate_function(x.to(tl.float32), 0.0, ACTIVATION)
             grad *= slope
         tl.store(dx_ptr + out, grad.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_pairs(a, b, more_a, more_b):
+    """Of two sums that are made together."""
+    return a + more_a, b + more_b
+
+
+@triton.jit
+def sum_pair(a, b):
+    """Sums of the rows of both, in one exchange between threads; the interpreter does two."""
+    if COMPILED:
+        return tl.reduce((a, b), 1, add_pairs)
+    else:
+        return tl.sum(a, 1), tl.sum(b, 1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -179,7 +213,8 @@ def norm_bwd_kernel(
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty
     columns = tl.arange(0, BLOCK_D)
-    weight = load_weight(weight_ptr, columns, offset, DTYPE, D, LLAMA)
+    of_y = bias_ptr if y_ptr is not None else None
+    weight, bias = load_affine(weight_ptr, of_y, columns, offset, DTYPE, D, LLAMA)
     # A few rows lie in one thread and are added up at once, many are kept apart until the end.
     KEPT: tl.constexpr = BLOCK_T if BLOCK_T > 4 else 1
     dweight = tl.zeros((KEPT, BLOCK_D), tl.float32)
@@ -188,8 +223,8 @@ def norm_bwd_kernel(
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
         rows = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
         inside = inside_of(rows, columns, num_rows, D)
-        dy = load_tile(dy_ptr, rows, columns, stride_dy, inside, D).to(tl.float32)
-        n, rstd, x = normed_tile(
+        dy = widen(load_tile(dy_ptr, rows, columns, stride_dy, inside, D))
+        n, rstd, slope = normed_tile(
             s_ptr, x_ptr, stats_ptr, rows, columns, stride_s, stride_x, num_rows, inside,
             D, LAYER, ACTIVATION,
         )  # fmt: skip
@@ -200,18 +235,20 @@ def norm_bwd_kernel(
         if dx_ptr is not None or dresidual_ptr is not None:
             g = dy * weight[None, :]
             # In this order, two instructions an element.
-            grad = n * (tl.sum(g * n, 1) * (-rstd / D))[:, None]
             if LAYER and D > 1:
-                grad += (tl.sum(g, 1) * (-rstd / D))[:, None]
+                sum_gn, sum_g = sum_pair(g * n, g)
+                grad = tl.fma(n, (sum_gn * (-rstd / D))[:, None], (sum_g * (-rstd / D))[:, None])
+            else:
+                grad = n * (tl.sum(g * n, 1) * (-rstd / D))[:, None]
             # The only column of a LayerNorm is a constant: the terms cancel, rounding would stay.
             if not LAYER or D > 1:
                 grad += g * rstd[:, None]
             store_gradients(
-                grad, x, ds_ptr, dx_ptr, dresidual_ptr, rows, columns, stride_ds, inside, D,
+                grad, slope, ds_ptr, dx_ptr, dresidual_ptr, rows, columns, stride_ds, inside, D,
                 ACTIVATION,
             )  # fmt: skip
         if y_ptr is not None:
-            y = affine(n, weight, bias_ptr, columns, DTYPE, D, LLAMA)
+            y = affine(n, weight, bias, bias_ptr is not None, DTYPE, LLAMA)
             out = rows[:, None] * D + columns[None, :]
             tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
     if DWEIGHT or DBIAS:

@@ -54,7 +54,7 @@ def forward_launch(
     stats = x.new_empty(2 * num_rows if layer else num_rows, dtype=torch.float32)
     if not x.numel():
         return y, s, stats
-    tile = _tile("forward", x, residual)
+    tile = _tile("forward", options.activation is not None and residual is None, x, residual)
     x, stride_x = _rows(x)
     extra, stride_extra = (None, None) if residual is None else _rows(residual)
     blocks = cdiv(num_rows, tile.block_t)
@@ -106,7 +106,7 @@ def backward_launch(
     dbias_D = weight_D.new_empty(width if wanted.bias else 0, dtype=bias_dtype)
     if not like.numel():
         return dx, dresidual, dweight_D.zero_(), dbias_D.zero_(), y
-    tile = _tile("backward", dy, ds, saved.s, saved.x)
+    tile = _tile("backward", saved.s is None, dy, ds, saved.s, saved.x)
     run = _wide_backward if tile.block_d < width else _backward
     outputs = [t if t.numel() else None for t in (dx, dresidual, y)]
     partial = run(dy, ds, saved, options, wanted, tile, outputs)
@@ -265,11 +265,13 @@ def _rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
     return tensor, None
 
 
-def _tile(direction: tuned.Direction, *loaded: torch.Tensor | None) -> Tile:
+def _tile(direction: tuned.Direction, activated: bool, *loaded: torch.Tensor | None) -> Tile:
+    """The tile for the tensors that are loaded; ``activated``: what is normalised is made here."""
     tensors = [tensor for tensor in loaded if tensor is not None]
-    column_bytes = sum(tensor.element_size() for tensor in tensors)
+    sizes = [tensor.element_size() for tensor in tensors]
     capability, width = _capability(tensors[0].device), tensors[0].shape[-1]
-    return tuned.lookup(direction, capability, width, column_bytes)
+    activated = activated and max(sizes) == 2
+    return tuned.lookup(direction, capability, width, sum(sizes), activated)
 
 
 @functools.cache

@@ -7,9 +7,11 @@ bias need another pass over the tensors, by columns.
 import triton
 import triton.language as tl
 
+from slipstream.ops.activation.kernels import widen
 from slipstream.ops.norm.kernels import (
     affine,
     inside_of,
+    load_affine,
     load_tile,
     load_weight,
     normed_tile,
@@ -47,7 +49,7 @@ def norm_wide_fwd_kernel(
         s = sum_tile(
             x_ptr, residual_ptr, rows, columns, stride_x, stride_residual, inside, D, ACTIVATION
         )
-        c = tl.where(inside, s.to(tl.float32) - mean[:, None], 0.0)
+        c = tl.where(inside, widen(s) - mean[:, None], 0.0)
         acc += c * c
     rstd = tl.rsqrt(tl.sum(acc, 1) / D + eps)
     tl.store(stats_ptr + rows, rstd, mask=rows < num_rows)
@@ -59,10 +61,10 @@ def norm_wide_fwd_kernel(
             x_ptr, residual_ptr, rows, columns, stride_x, stride_residual, inside, D, ACTIVATION
         )
         if s_ptr is not None:
-            tl.store(s_ptr + out, s, mask=inside)
-        weight = load_weight(weight_ptr, columns, offset, DTYPE, D, LLAMA)
-        n = (s.to(tl.float32) - mean[:, None]) * rstd[:, None]
-        y = affine(n, weight, bias_ptr, columns, DTYPE, D, LLAMA)
+            tl.store(s_ptr + out, s.to(DTYPE), mask=inside)
+        weight, bias = load_affine(weight_ptr, bias_ptr, columns, offset, DTYPE, D, LLAMA)
+        n = (widen(s) - mean[:, None]) * rstd[:, None]
+        y = affine(n, weight, bias, bias_ptr is not None, DTYPE, LLAMA)
         tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -87,7 +89,7 @@ def norm_wide_bwd_kernel(
             s_ptr, x_ptr, stats_ptr, rows, columns, stride_s, stride_x, num_rows, inside,
             D, LAYER, ACTIVATION,
         )  # fmt: skip
-        dy = load_tile(dy_ptr, rows, columns, stride_dy, inside, D).to(tl.float32)
+        dy = widen(load_tile(dy_ptr, rows, columns, stride_dy, inside, D))
         g = dy * weight[None, :]
         sum_gn += g * n
         sum_g += g
@@ -95,23 +97,23 @@ def norm_wide_bwd_kernel(
     for first in tl.range(0, D, BLOCK_D, num_stages=STAGES):
         columns = first + tl.arange(0, BLOCK_D)
         inside = inside_of(rows, columns, num_rows, D)
-        weight = load_weight(weight_ptr, columns, offset, DTYPE, D, LLAMA)
-        n, rstd, x = normed_tile(
+        weight, bias = load_affine(weight_ptr, bias_ptr, columns, offset, DTYPE, D, LLAMA)
+        n, rstd, slope = normed_tile(
             s_ptr, x_ptr, stats_ptr, rows, columns, stride_s, stride_x, num_rows, inside,
             D, LAYER, ACTIVATION,
         )  # fmt: skip
         if y_ptr is not None:
-            y = affine(n, weight, bias_ptr, columns, DTYPE, D, LLAMA)
+            y = affine(n, weight, bias, bias_ptr is not None, DTYPE, LLAMA)
             out = rows[:, None] * D + columns[None, :]
             tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
         if dx_ptr is not None or dresidual_ptr is not None:
-            dy = load_tile(dy_ptr, rows, columns, stride_dy, inside, D).to(tl.float32)
+            dy = widen(load_tile(dy_ptr, rows, columns, stride_dy, inside, D))
             grad = dy * weight[None, :] - n * mean_gn[:, None]
             if LAYER:
                 grad -= mean_g[:, None]
             store_gradients(
-                grad * rstd[:, None], x, ds_ptr, dx_ptr, dresidual_ptr, rows, columns, stride_ds,
-                inside, D, ACTIVATION,
+                grad * rstd[:, None], slope, ds_ptr, dx_ptr, dresidual_ptr, rows, columns,
+                stride_ds, inside, D, ACTIVATION,
             )  # fmt: skip
 
 
@@ -130,7 +132,7 @@ def norm_wide_bwd_weight_kernel(
     for block in tl.range(tl.program_id(1), blocks, tl.num_programs(1), num_stages=STAGES):
         rows = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
         inside = inside_of(rows, columns, num_rows, D)
-        dy = load_tile(dy_ptr, rows, columns, stride_dy, inside, D).to(tl.float32)
+        dy = widen(load_tile(dy_ptr, rows, columns, stride_dy, inside, D))
         if DWEIGHT:
             n, _, _ = normed_tile(
                 s_ptr, x_ptr, stats_ptr, rows, columns, stride_s, stride_x, num_rows, inside,
