@@ -67,7 +67,8 @@ def candidates(product: str, dtype: torch.dtype) -> list[Tile]:
         tiles = _FULL_PRECISION
     else:
         some = _OUTER if product.startswith("dw") else _ROWS
-        tiles = [replace(tile, flatten=flat) for tile in some for flat in (False, True)]
+        flat = (False,) if product == "up" else (False, True)
+        tiles = [replace(tile, flatten=one) for tile in some for one in flat]
         tiles += [replace(tile, programs_per_sm=2) for tile in some if tile.block_n == 128]
     if product != "da":
         return tiles

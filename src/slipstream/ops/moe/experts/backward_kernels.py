@@ -25,13 +25,13 @@ def activation_gradients(
 ):
     """The activation of fp32 (gate, up), and gradients of both from ``weight * da``."""
     flows = gate <= limit
-    if ACTIVATION == "clamped":
+    if ACTIVATION == "clamped" or ACTIVATION == "clamped_16_bit":
         gate = tl.minimum(gate, limit)
     value, slope = gate_function(gate, alpha, ACTIVATION)
     grad = da * weight
     if GATED:
         dup = grad * value
-        if ACTIVATION == "clamped":
+        if ACTIVATION == "clamped" or ACTIVATION == "clamped_16_bit":
             dup = tl.where((up >= -limit) & (up <= limit), dup, 0.0)
             slope = tl.where(flows, slope, 0.0)
             up = tl.maximum(tl.minimum(up, limit), -limit) + 1

@@ -4,12 +4,14 @@ Saved for backward: ``x``, the weights, the routing and, unless only ``x`` is to
 pre-activation ``h``. The rows the experts put out are not: combine's backward is part of this one.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from slipstream.ops.ahead import expecting
 from slipstream.ops.moe.combine.extras import distinct
 from slipstream.ops.moe.experts.accumulate import Accumulate, adding
 from slipstream.ops.moe.experts.custom_ops import (
@@ -134,10 +136,13 @@ class _Experts(torch.autograd.Function):
         ctx.options, ctx.top_k = options, expert_TK.shape[1]
         w13_EPD, w2_EDF = w13_EPD.to(x_TD.dtype), w2_EDF.to(x_TD.dtype)
         keep_h = options.save == "h" and any(ctx.needs_input_grad)
-        out, h_NP = moe_forward(
+        arguments = (
             x_TD, w13_EPD, w2_EDF, b13_EP, b2_ED, weight_TK, shared_TD, residual_TD,
             order_N, position_N, offsets_E1, schedule, ctx.top_k, *_scalars(options), keep_h,
         )  # fmt: skip
+        needed, dtype13 = ctx.needs_input_grad, ctx.weight_dtypes[0]
+        with expecting(_all_launches, arguments, expert_TK, dtype13, needed, accumulate):
+            out, h_NP = moe_forward(*arguments)
         ctx.save_for_backward(
             x_TD, h_NP if keep_h else None, w13_EPD, w2_EDF, b13_EP, b2_ED, weight_TK,
             expert_TK, order_N, position_N, offsets_E1, schedule,
@@ -160,9 +165,13 @@ class _Experts(torch.autograd.Function):
         dw13: Any = None
         dw2: Any = None
         if ctx.accumulate is None:
-            dx, dw13, dw2, db13, db2, dweight = moe_backward(*arguments)
+            # Another number of tokens can need other kernels here only.
+            with expecting(moe_backward.function, *arguments):
+                dx, dw13, dw2, db13, db2, dweight = moe_backward(*arguments)
         else:
-            dx, db13, db2, dweight = moe_backward_into(*arguments, *ctx.accumulate)
+            arguments = *arguments, *ctx.accumulate
+            with expecting(moe_backward_into, *arguments):
+                dx, db13, db2, dweight = moe_backward_into(*arguments)
             need_w13 = need_w2 = False
         dshared, dresidual = (None if dtype is None else dout.to(dtype) for dtype in ctx.extras)
         return (
@@ -176,6 +185,28 @@ class _Experts(torch.autograd.Function):
             dresidual,
             *[None] * 7,
         )
+
+
+def _all_launches(
+    arguments: tuple[Any, ...],
+    expert_TK: torch.Tensor,
+    dtype13: torch.dtype,
+    needed: tuple[bool, ...],
+    accumulate: Accumulate | None,
+) -> None:
+    """What forward, with these arguments, and its backward launch."""
+    out, h_NP = moe_forward.function(*arguments)
+    if not any(needed):
+        return
+    x_TD, *weights, _, _, order_N, position_N, offsets_E1, schedule = arguments[:12]
+    *scalars, keep_h = arguments[12:]
+    maps = expert_TK, order_N, position_N, offsets_E1, schedule
+    saved = x_TD, h_NP if keep_h else None, *weights, *maps
+    both = (out, *saved, *scalars, dtype13, *needed[:3])
+    backward: Callable[..., Any] = (
+        moe_backward.function if accumulate is None else moe_backward_into
+    )
+    backward(*both, *(accumulate or ()))
 
 
 def _scalars(options: ExpertsOptions) -> tuple[str, bool, float, float]:

@@ -15,20 +15,36 @@ TILE_ROWS = tl.constexpr(128)
 
 
 @triton.jit
+def entry_of(tile, num_m, num_n, schedule_ptr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Expert, first row and column block of a tile; the last tile's for one past it."""
+    PARTS: tl.constexpr = TILE_ROWS // BLOCK_M
+    tile = tl.maximum(tl.minimum(tile, num_m * num_n - 1), 0)
+    width = GROUP * num_n
+    first = (tile // width) * GROUP
+    size = tl.maximum(tl.minimum(num_m - first, GROUP), 1)
+    m = first + (tile % width) % size
+    n = (tile % width) // size
+    entry = schedule_ptr + 2 * (1 + m // PARTS)
+    return tl.load(entry), tl.load(entry + 1) + (m % PARTS) * BLOCK_M, n
+
+
+@triton.jit
 def locate(
     tile, num_m, num_n, schedule_ptr, offsets_ptr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """Expert, first row, end of the expert's rows and column block of a tile."""
-    PARTS: tl.constexpr = TILE_ROWS // BLOCK_M
-    width = GROUP * num_n
-    first = (tile // width) * GROUP
-    size = tl.minimum(num_m - first, GROUP)
-    m = first + (tile % width) % size
-    n = (tile % width) // size
-    entry = schedule_ptr + 2 * (1 + m // PARTS)
-    expert = tl.load(entry)
-    row = tl.load(entry + 1) + (m % PARTS) * BLOCK_M
+    expert, row, n = entry_of(tile, num_m, num_n, schedule_ptr, GROUP, BLOCK_M)
     return expert, row, tl.load(offsets_ptr + expert + 1), n
+
+
+@triton.jit
+def slots_from(order_ptr, row, present, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Slots of a tile's rows, of other experts too; the rows themselves if nothing is gathered."""
+    rows = row + tl.arange(0, BLOCK_M)
+    if GATHER:
+        return tl.load(order_ptr + rows, mask=rows < present, other=0)
+    else:
+        return rows
 
 
 @triton.jit
@@ -54,7 +70,7 @@ def gated_halves(block, INTERLEAVED: tl.constexpr):
 @triton.jit
 def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     """Activation of an MLP in fp32; ``up`` is not looked at where there is no gate."""
-    if ACTIVATION == "clamped":
+    if ACTIVATION == "clamped" or ACTIVATION == "clamped_16_bit":
         gate = tl.minimum(gate, limit)
         up = tl.maximum(tl.minimum(up, limit), -limit) + 1
     value, _ = gate_function(gate, alpha, ACTIVATION)
@@ -126,28 +142,36 @@ def column_halves(block):
 def moe_up_kernel(
     x_ptr, x_desc, w_desc, bias_ptr, h_ptr, a_ptr, order_ptr, offsets_ptr, schedule_ptr,
     alpha, limit,
-    TOP_K: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    E: tl.constexpr, TOP_K: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     GATHER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, FLATTEN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """``h = x w13^T + b13`` (N, gate then up) and ``a = activation(h)`` (N, F); either may be None.
 
-    ``BLOCK_N`` columns of h make ``BLOCK_N / 2`` of a gated activation.
+    ``BLOCK_N`` columns of h make ``BLOCK_N / 2`` of a gated activation. What leads to the rows of
+    a tile, its entry and then its slots, is loaded two tiles and one tile ahead.
     """
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     SPLIT: tl.constexpr = GATED and not INTERLEAVED
     num_n: tl.constexpr = (F + WIDTH - 1) // WIDTH
     num_m = tl.load(schedule_ptr) * (TILE_ROWS // BLOCK_M)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
-        expert, row, end, n = locate(tile, num_m, num_n, schedule_ptr, offsets_ptr, GROUP, BLOCK_M)
+    present = tl.load(offsets_ptr + E)
+    start, step = tl.program_id(0), tl.num_programs(0)
+    expert_1, row_1, n_1 = entry_of(start, num_m, num_n, schedule_ptr, GROUP, BLOCK_M)
+    expert_2, row_2, n_2 = entry_of(start + step, num_m, num_n, schedule_ptr, GROUP, BLOCK_M)
+    slots_1 = slots_from(order_ptr, row_1, present, GATHER, BLOCK_M)
+    for tile in tl.range(start, num_m * num_n, step):
+        expert, row, n, slots = expert_1, row_1, n_1, slots_1
+        expert_1, row_1, n_1 = expert_2, row_2, n_2
+        slots_1 = slots_from(order_ptr, row_1, present, GATHER, BLOCK_M)
+        expert_2, row_2, n_2 = entry_of(tile + 2 * step, num_m, num_n, schedule_ptr, GROUP, BLOCK_M)
+        end = tl.load(offsets_ptr + expert + 1)
         rows = row + tl.arange(0, BLOCK_M)
         here = rows < end
-        tokens = rows
-        if GATHER:
-            tokens = tl.load(order_ptr + rows, mask=here, other=0) // TOP_K
+        tokens = slots // TOP_K if GATHER else rows
         first = n * WIDTH if SPLIT or not GATED else n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in tl.range(0, length_of(row, end, D, BLOCK_M), BLOCK_K, num_stages=STAGES):

@@ -6,8 +6,9 @@ Functions take tensors as they are and return new ones; nothing here synchronise
 from dataclasses import dataclass
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from slipstream.ops.activation.launch import function_name
+from slipstream.ops.launching import Descriptor, launch
 from slipstream.ops.moe.combine.kernels import (
     moe_gather_sum_kernel,
     moe_slot_dots_kernel,
@@ -35,13 +36,6 @@ MAX_POINTWISE = 4096
 TAIL_ROWS = 64
 """Longest block of the contraction over rows that room for tails is made for."""
 ROWS_PER_TILE = TILE_ROWS.value
-
-
-class Descriptor(TensorDescriptor):
-    """A descriptor whose shape, strides and address its maker has seen to."""
-
-    def __post_init__(self) -> None:
-        """Check nothing: what Triton checks here takes longer than all else about a descriptor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +85,8 @@ def schedule(offsets_E1: torch.Tensor, num_rows: int) -> torch.Tensor:
     experts = offsets_E1.shape[0] - 1
     entries = num_rows // ROWS_PER_TILE + min(experts, num_rows)
     out = torch.empty(1 + entries + experts, 2, dtype=torch.int32, device=offsets_E1.device)
-    moe_schedule_kernel[(experts,)](
+    launch(
+        moe_schedule_kernel, (experts,),
         offsets_E1, out, entries, E=experts, BLOCK_E=next_power_of_2(experts), BLOCK=64,
         num_warps=1,
     )  # fmt: skip
@@ -124,16 +119,18 @@ def up(
         x = spread_rows(x, None, layout)
     weight, transposed = _weight_descriptor(w13_EPD, tile, split)
     width = tile.block_n // 2 if options.gated else tile.block_n
-    moe_up_kernel[_persistent(layout, tile, cdiv(hidden, width), x.device)](
+    launch(
+        moe_up_kernel, _persistent(layout, tile, cdiv(hidden, width), x.device),
         x, None if not tile.gather_before else _rows_descriptor(x, tile), weight,
         _contiguous(b13_EP), h, a,
         layout.order_N, layout.offsets_E1, layout.schedule,
         float(options.alpha), float(options.limit),
-        TOP_K=layout.top_k, D=x.shape[1], F=hidden,
-        ACTIVATION=options.gating, GATED=options.gated, INTERLEAVED=options.interleaved,
+        E=layout.num_experts, TOP_K=layout.top_k, D=x.shape[1], F=hidden,
+        ACTIVATION=function_name(options.gating, x.dtype),
+        GATED=options.gated, INTERLEAVED=options.interleaved,
         TRANSPOSED=transposed, GATHER=not tile.gather_before, PRECISION=_precision(x),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group,
-        STAGES=tile.num_stages, FLATTEN=tile.flatten, num_warps=tile.num_warps,
+        STAGES=tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
     return h, a
 
@@ -158,7 +155,8 @@ def rows(
         return out
     weight, transposed = _weight_descriptor(weight_EOI, tile, split=False)
     blocks = cdiv(out.shape[1], tile.block_n)
-    moe_rows_kernel[_persistent(layout, tile, blocks, x.device)](
+    launch(
+        moe_rows_kernel, _persistent(layout, tile, blocks, x.device),
         x, None if gather else _rows_descriptor(x, tile), weight, _contiguous(bias_EO), out,
         layout.order_N, layout.offsets_E1, layout.schedule,
         TOP_K=layout.top_k, WIDTH=x.shape[1], OUT=out.shape[1],
@@ -187,11 +185,13 @@ def activation_backward(
     dh_NP, aw_NF = _for_dh(h_NP, hidden, layout, options, overwrite, room)
     dweight_TK = None if weight_TK is None else torch.empty_like(weight_TK)
     block = min(MAX_POINTWISE, next_power_of_2(hidden))
-    moe_activation_bwd_kernel[(cdiv(layout.num_rows, together),)](
+    launch(
+        moe_activation_bwd_kernel, (cdiv(layout.num_rows, together),),
         da_NF, h_NP, weight_TK, layout.order_N, layout.offsets_E1, dh_NP, aw_NF, dweight_TK,
         layout.num_rows, float(options.alpha), float(options.limit),
         E=layout.num_experts, F=hidden,
-        ACTIVATION=options.gating, GATED=options.gated, INTERLEAVED=options.interleaved,
+        ACTIVATION=function_name(options.gating, h_NP.dtype),
+        GATED=options.gated, INTERLEAVED=options.interleaved,
         BLOCK_M=together, BLOCK_F=block, num_warps=4 if block <= 1024 else 8,
     )  # fmt: skip
     return dh_NP, aw_NF, dweight_TK
@@ -220,11 +220,13 @@ def da_activation(
         partial = weight_TK.new_zeros(*weight_TK.shape, blocks)
     if layout.num_rows:
         weight, transposed = _weight_descriptor(w2_EDF.mT, tile, split=False)
-        moe_da_kernel[_persistent(layout, tile, blocks, h_NP.device)](
+        launch(
+            moe_da_kernel, _persistent(layout, tile, blocks, h_NP.device),
             _rows_descriptor(rows_ND, tile), weight, h_NP, weight_TK, dh_NP, aw_NF, partial,
             layout.order_N, layout.offsets_E1, layout.schedule,
             float(options.alpha), float(options.limit),
-            D=rows_ND.shape[1], F=hidden, ACTIVATION=options.gating, GATED=options.gated,
+            D=rows_ND.shape[1], F=hidden,
+            ACTIVATION=function_name(options.gating, h_NP.dtype), GATED=options.gated,
             TRANSPOSED=transposed, PRECISION=_precision(rows_ND),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group,
             STAGES=tile.num_stages, FLATTEN=tile.flatten, num_warps=tile.num_warps,
@@ -262,12 +264,14 @@ def outer(
     tails = tile.flatten and room >= layout.num_experts * tile.block_k
     if tails:
         block = 128
-        moe_tails_kernel[(shape[0], cdiv(shape[1], block) + cdiv(shape[2], block))](
+        launch(
+            moe_tails_kernel, (shape[0], cdiv(shape[1], block) + cdiv(shape[2], block)),
             left, right, layout.offsets_E1, layout.num_rows,
             LEFT=shape[1], RIGHT=shape[2], BLOCK=block, BLOCK_K=tile.block_k,
         )  # fmt: skip
     blocks = cdiv(shape[1], tile.block_m) * cdiv(shape[2], tile.block_n)
-    moe_outer_kernel[_grid(layout.num_experts * blocks, tile, left.device)](
+    launch(
+        moe_outer_kernel, _grid(layout.num_experts * blocks, tile, left.device),
         left, _block_descriptor(left, tile.block_k, tile.block_m),
         right, _block_descriptor(right, tile.block_k, tile.block_n),
         out, _gradient_descriptor(out, tile) if into is None else None,
@@ -284,7 +288,8 @@ def row_sum(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Sum of the rows of each expert, fp32 (E, width)."""
     width, block = x.shape[1], 64
     out = torch.empty(layout.num_experts, width, dtype=torch.float32, device=x.device)
-    moe_row_sum_kernel[(layout.num_experts, cdiv(width, block))](
+    launch(
+        moe_row_sum_kernel, (layout.num_experts, cdiv(width, block)),
         x, out, layout.offsets_E1, WIDTH=width, BLOCK=block, BLOCK_K=64,
     )  # fmt: skip
     return out
@@ -305,7 +310,8 @@ def spread_rows(
     tokens, width = x_TD.shape
     out = x_TD.new_empty(layout.num_rows + room, width)
     block, together = min(MAX_POINTWISE, next_power_of_2(width)), _together(x_TD)
-    moe_spread_rows_kernel[(cdiv(tokens, together), cdiv(width, block))](
+    launch(
+        moe_spread_rows_kernel, (cdiv(tokens, together), cdiv(width, block)),
         x_TD, weight_TK, layout.position_N, layout.offsets_E1, out, tokens,
         E=layout.num_experts, TOP_K=layout.top_k, D=width, ZERO=zero,
         BLOCK_T=together, BLOCK_D=block,
@@ -319,7 +325,8 @@ def slot_dots(dout_TD: torch.Tensor, rows_ND: torch.Tensor, layout: Layout) -> t
     tokens, width = dout_TD.shape
     out = torch.empty(tokens, layout.top_k, dtype=torch.float32, device=dout_TD.device)
     together = _together(dout_TD)
-    moe_slot_dots_kernel[(cdiv(layout.num_rows, together),)](
+    launch(
+        moe_slot_dots_kernel, (cdiv(layout.num_rows, together),),
         dout_TD, rows_ND, layout.position_N, layout.offsets_E1, out, layout.num_rows,
         E=layout.num_experts, TOP_K=layout.top_k, D=width, BLOCK_T=together,
         BLOCK_D=min(MAX_POINTWISE, next_power_of_2(width)), num_warps=4,
@@ -338,7 +345,8 @@ def gather_sum(
     tokens, width = layout.num_rows // layout.top_k, rows_ND.shape[1]
     out = rows_ND.new_empty(tokens, width)
     block, together = min(MAX_POINTWISE, next_power_of_2(width)), _together(rows_ND)
-    moe_gather_sum_kernel[(cdiv(tokens, together), cdiv(width, block))](
+    launch(
+        moe_gather_sum_kernel, (cdiv(tokens, together), cdiv(width, block)),
         rows_ND, weight_TK, layout.position_N, layout.offsets_E1,
         _contiguous(shared_TD), _contiguous(residual_TD), out, tokens,
         E=layout.num_experts, TOP_K=layout.top_k, D=width, BLOCK_T=together, BLOCK_D=block,
@@ -388,12 +396,12 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _together(x: torch.Tensor) -> int:
     # One row or token a program on a GPU; a program costs the interpreter the same for many.
-    return 1 if x.is_cuda else 64
+    return 64 if x.is_cpu else 1
 
 
 def _precision(x: torch.Tensor) -> str:
     # As cuBLAS does: fp32 in full unless the user allows TF32. Other dtypes have one precision.
-    wide = x.dtype == torch.float32 and x.is_cuda
+    wide = x.dtype == torch.float32 and not x.is_cpu
     allowed = wide and torch.backends.cuda.matmul.allow_tf32
     return "tf32" if allowed else "ieee"
 

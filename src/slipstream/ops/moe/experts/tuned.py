@@ -45,7 +45,7 @@ class Tile:
     group: int = 8
     """Row blocks that run together over all columns, for the L2 cache."""
     flatten: bool = False
-    """One loop over tiles and steps, so that loads cross the end of a tile."""
+    """One loop over tiles and steps, so that loads cross the end of a tile; all but ``up``."""
     programs_per_sm: int = 1
     """Size of a persistent grid."""
     gather_before: bool = False

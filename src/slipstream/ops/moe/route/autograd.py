@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from slipstream.ops.ahead import expecting
 from slipstream.ops.custom import custom_op
-from slipstream.ops.moe.route.options import RouteOptions
+from slipstream.ops.moe.route.options import AuxScope, RouteOptions
 from slipstream.ops.moe.routing import Routing
 
 Tensors = tuple[torch.Tensor, ...]
@@ -53,9 +54,9 @@ class _Route(torch.autograd.Function):
         options: RouteOptions,
     ) -> Tensors:
         ints, names = _packed(options)
-        outputs = moe_route(
-            logits_TE, bias_E, share_E, load_E, threshold, ints, options.scale, names
-        )
+        arguments = (logits_TE, bias_E, share_E, load_E, threshold, ints, options.scale, names)
+        with expecting(_all_launches, arguments, options.aux, ctx.needs_input_grad[0]):
+            outputs = moe_route(*arguments)
         weight, expert, stats, share, *maps = outputs
         offsets, order, position, demand, rerouted, aux, z, schedule = maps
         ctx.save_for_backward(logits_TE, stats, expert, share)
@@ -77,6 +78,15 @@ class _Route(torch.autograd.Function):
             *ctx.saved_tensors, dweight_TK, daux, dz, ints, ctx.options.scale, names
         )
         return dlogits_TE, None, None, None, None, None
+
+
+def _all_launches(arguments: tuple[Any, ...], aux: AuxScope, needed: bool) -> None:
+    """What forward, with these arguments, and its backward launch; the z-loss is seldom used."""
+    weight_TK, expert_TK, stats_2T, share_SE, *maps = moe_route.function(*arguments)
+    if needed:
+        daux = None if aux == "none" else maps[5]
+        saved = arguments[0], stats_2T, expert_TK, share_SE
+        moe_route_backward.function(*saved, weight_TK, daux, None, *arguments[5:])
 
 
 def _packed(options: RouteOptions) -> tuple[list[int], str]:

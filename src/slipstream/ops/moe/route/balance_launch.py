@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from slipstream.ops.launching import launch
 from slipstream.ops.moe.route import balance_kernels
 from slipstream.ops.moe.route.balance_select import BINS, WORD
 from slipstream.ops.moe.route.options import BalanceMode, RouteOptions
@@ -94,7 +95,9 @@ def rebalance_in_place(
         return
     words = cdiv(tokens, WORD.value)
     chunk = cdiv(words, min(_most_programs(logits_TE.device), words)) * WORD.value
-    KERNELS[options.mode][(cdiv(tokens, chunk),)](
+    launch(
+        KERNELS[options.mode],
+        (cdiv(tokens, chunk),),
         logits_TE,
         stats_2T,
         bias_E,

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from slipstream.ops.launching import launch
 from slipstream.ops.moe.route import kernels, sort_kernels
 from slipstream.ops.moe.route.balance_launch import rebalance_in_place, state_size
 from slipstream.ops.moe.route.options import RouteOptions
@@ -141,7 +142,9 @@ def sort_launch(expert_TK: torch.Tensor, num_experts: int) -> Maps:
     count_BJ = expert_TK.new_empty((num_experts + 1, tiles.count), dtype=torch.int32)
     tile_slots = tiles.tile_tokens * top_k
     if tiles.count:
-        sort_kernels.moe_count_kernel[(tiles.count,)](
+        launch(
+            sort_kernels.moe_count_kernel,
+            (tiles.count,),
             expert_TK,
             count_BJ,
             tokens * top_k,
@@ -172,7 +175,9 @@ def route_backward_launch(
         return dlogits_TE
     block_e = _block(experts)
     block_t = max(1, TILE_ELEMENTS // block_e)
-    kernels.moe_route_bwd_kernel[(cdiv(tokens, block_t),)](
+    launch(
+        kernels.moe_route_bwd_kernel,
+        (cdiv(tokens, block_t),),
         logits_TE,
         stats_2T,
         expert_TK,
@@ -223,7 +228,9 @@ def _choose(
     if not tiles.count:
         return choice
     block_e = _block(experts)
-    kernels.moe_choose_kernel[(tiles.count,)](
+    launch(
+        kernels.moe_choose_kernel,
+        (tiles.count,),
         logits_TE,
         bias_E,
         choice.weight_TK,
@@ -276,7 +283,9 @@ def _sort(
     if prob_EJ is not None:
         part_SE = prob_EJ.new_empty((tiles.sequences, bins), dtype=torch.float64)
     maps = _empty_maps(expert_TK, count_BJ, num_experts)
-    sort_kernels.moe_prefix_kernel[((bins + 1) * tiles.sequences,)](
+    launch(
+        sort_kernels.moe_prefix_kernel,
+        ((bins + 1) * tiles.sequences,),
         count_BJ,
         plain_EJ,
         prob_EJ,
@@ -329,7 +338,9 @@ def _write_maps(
     bins, num_experts = total_B.shape[0], maps.offsets_E1.shape[0] - 1
     block_b = _block(bins)
     room_t = TILE_ELEMENTS // block_b
-    sort_kernels.moe_maps_kernel[(num_experts + tiles.count,)](
+    launch(
+        sort_kernels.moe_maps_kernel,
+        (num_experts + tiles.count,),
         expert_TK,
         base_JB,
         total_B,

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from slipstream.ops.ahead import expecting
 from slipstream.ops.custom import custom_op
 
 
@@ -24,7 +25,8 @@ class _Router(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_TD, router_ED)
-        return moe_router(x_TD, router_ED)
+        with expecting(_all_launches, x_TD, router_ED, None, ctx.needs_input_grad):
+            return moe_router(x_TD, router_ED)
 
     @staticmethod
     @once_differentiable
@@ -43,7 +45,8 @@ class _RouterWithX(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x_TD, router_ED)
         ctx.set_materialize_grads(False)
-        return moe_router(x_TD, router_ED), x_TD
+        with expecting(_all_launches, x_TD, router_ED, x_TD, ctx.needs_input_grad):
+            return moe_router(x_TD, router_ED), x_TD
 
     @staticmethod
     @once_differentiable
@@ -66,6 +69,18 @@ def _backward(
         passed_TD = passed_TD.contiguous()
     found = moe_router_backward(dlogits_TE.contiguous(), x_TD, router_ED, passed_TD, *needed)
     return tuple(grad if need else None for grad, need in zip(found, needed, strict=True))
+
+
+def _all_launches(
+    x_TD: torch.Tensor,
+    router_ED: torch.Tensor,
+    passed_TD: torch.Tensor | None,
+    needed: tuple[bool, ...],
+) -> None:
+    """What forward and backward launch."""
+    logits_TE = moe_router.function(x_TD, router_ED)
+    if any(needed):
+        moe_router_backward.function(logits_TE, x_TD, router_ED, passed_TD, *needed)
 
 
 @custom_op("moe_router")

@@ -2,6 +2,7 @@
 
 import torch
 
+from slipstream.ops.launching import launch
 from slipstream.ops.moe.router import kernels
 from slipstream.ops.triton_support import cdiv, interpreting, next_power_of_2
 
@@ -32,7 +33,9 @@ def logits_launch(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
         router_ED[None] if router_ED.dtype == torch.bfloat16 else _split(router_ED, WEIGHT_PARTS)
     )
     block_e = _block(experts, 128)
-    kernels.moe_router_fwd_kernel[(cdiv(tokens, BLOCK_T) * cdiv(experts, block_e),)](
+    launch(
+        kernels.moe_router_fwd_kernel,
+        (cdiv(tokens, BLOCK_T) * cdiv(experts, block_e),),
         x_TD,
         parts,
         logits_TE,
@@ -90,7 +93,9 @@ def _dx_launch(
     block_d = _block(width, 128 if not held else 64 if block_t == BLOCK_T or exact else 32)
     blocks_t, blocks_d = cdiv(tokens, block_t), cdiv(width, block_d)
     span = cdiv(blocks_d, max(1, PROGRAMS // blocks_t)) if held else 1
-    kernels.moe_router_bwd_dx_kernel[(blocks_t, cdiv(blocks_d, span))](
+    launch(
+        kernels.moe_router_bwd_dx_kernel,
+        (blocks_t, cdiv(blocks_d, span)),
         dlogits_PTE,
         parts,
         passed_TD,
@@ -118,7 +123,9 @@ def _dw_launch(dlogits_PTE: torch.Tensor, x_TD: torch.Tensor, drouter_ED: torch.
     span = block_t * cdiv(steps, max(1, PROGRAMS // programs))
     splits = cdiv(tokens, span)
     partial_SED = x_TD.new_empty((splits, experts, width), dtype=torch.float32)
-    kernels.moe_router_bwd_dw_kernel[(programs, splits)](
+    launch(
+        kernels.moe_router_bwd_dw_kernel,
+        (programs, splits),
         dlogits_PTE,
         x_TD,
         partial_SED,
@@ -135,7 +142,9 @@ def _dw_launch(dlogits_PTE: torch.Tensor, x_TD: torch.Tensor, drouter_ED: torch.
         num_stages=4,
     )
     size = experts * width
-    kernels.moe_router_sum_kernel[(cdiv(size, SUM_BLOCK),)](
+    launch(
+        kernels.moe_router_sum_kernel,
+        (cdiv(size, SUM_BLOCK),),
         partial_SED,
         drouter_ED,
         splits,
@@ -152,7 +161,9 @@ def _block(size: int, most: int) -> int:
 def _split(wide: torch.Tensor, parts: int) -> torch.Tensor:
     """A matrix as ``(parts, *shape)`` in bf16."""
     split = wide.new_empty((parts, *wide.shape), dtype=torch.bfloat16)
-    kernels.moe_router_split_kernel[(cdiv(wide.numel(), SPLIT_BLOCK),)](
+    launch(
+        kernels.moe_router_split_kernel,
+        (cdiv(wide.numel(), SPLIT_BLOCK),),
         wide,
         split,
         wide.shape[0],
