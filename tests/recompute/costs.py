@@ -3,17 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.recompute.choose import choices
-from slipstream.recompute.cost import Cost, LayerCosts, ModelCosts, peak_bytes
+from slipstream.nn.site import offload_times
+from slipstream.recompute.choose import choices, offloaded
+from slipstream.recompute.cost import Choice, Cost, LayerCosts, Link, ModelCosts
 from slipstream.recompute.sites import Site, Unit
+from slipstream.recompute.timeline import peak_bytes
 
 GIB = 1 << 30
 
 
-def cost(kept: int, ms: float, work: int = 0, grads: int = 0) -> Cost:
+def cost(kept: int, ms: float, work: int = 0, grads: int = 0, forward_ms: float = 0.0) -> Cost:
     return Cost(
         kept_bytes=kept,
         ms=ms,
+        forward_ms=forward_ms,
         forward_bytes=kept + work // 2,
         backward_bytes=kept + work + grads,
         grad_bytes=grads,
@@ -30,13 +33,30 @@ def unit(index: int, kind: str, parts: Mapping[str, Sequence[str]]) -> Unit:
     return Unit(name=name, sites=sites, kind=kind)
 
 
-def model_costs(layers: dict[str, LayerCosts], static: int = 0, tail: int = 0) -> ModelCosts:
+def model_costs(
+    layers: dict[str, LayerCosts],
+    static: int = 0,
+    tail: int = 0,
+    *,
+    bytes_per_ms: float | None = None,
+    slowdown: float = 0.0,
+) -> ModelCosts:
+    """``bytes_per_ms``: of the link in either direction; None: no layer offers to offload."""
+    link = None
+    if bytes_per_ms is not None:
+        link = Link(
+            out_bytes_per_ms=bytes_per_ms,
+            back_bytes_per_ms=bytes_per_ms,
+            slowdown_ms_per_byte=slowdown,
+        )
     return ModelCosts(
         layers=layers,
         tail=cost(tail, 0.0),
         rest_grad_bytes=0,
         static_bytes=static,
         has_grads=False,
+        link=link,
+        host_bytes=1 << 50,
     )
 
 
@@ -57,10 +77,22 @@ class Invented:
         self.tried.append(actions)
         if self.off_by is None:
             return None
-        layers = []
-        for unit in self.units:
-            wanted = {site.part: actions[site.name] for site in unit.sites}
-            found = choices(unit, self.found.layers[unit.kind])
-            layers.append(next(c.cost for c in found if dict(c.actions) == wanted))
+        layers, leave, back = [], [], []
+        for i, unit in enumerate(self.units):
+            choice, times = _choice(unit, self.found.layers[unit.kind], actions)
+            layers.append(choice)
+            leave.append(min(i + times[0], len(self.units)))
+            back.append(min(i + times[1], len(self.units) - 1))
         off = self.off_by if isinstance(self.off_by, int) else self.off_by(actions)
-        return peak_bytes(self.found, layers, has_grads=False) + off
+        return peak_bytes(self.found, layers, leave, back, has_grads=False) + off
+
+
+def _choice(
+    unit: Unit, costs: LayerCosts, actions: Mapping[str, str]
+) -> tuple[Choice, tuple[int, int]]:
+    wanted = {site.part: actions[site.name] for site in unit.sites}
+    times = {part: offload_times(action) for part, action in wanted.items()}
+    moves = next((found for found in times.values() if found is not None), None)
+    plain = {part: "keep" if times[part] else action for part, action in wanted.items()}
+    choice = next(c for c in choices(unit, costs) if dict(c.actions) == plain)
+    return (choice, (1, 1)) if moves is None else (offloaded(unit, choice, costs), moves)

@@ -1,6 +1,7 @@
-"""Tensors on the host: same values and layout, one copy per memory, back one block ahead."""
+"""Tensors on the host: same values and layout, one copy per memory, gone and back when told."""
 
 import gc
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from slipstream.errors import ConfigError
 from slipstream.nn import offload
-from slipstream.nn.offload import Offload, offloading
+from slipstream.nn.offload import Offload, around
 from slipstream.nn.saved import Scope, recomputed
+from tests.recompute.models import after_two_passes, build
 
 
 @pytest.fixture
@@ -20,9 +23,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     for name in ("send", "bring"):
         plain = getattr(offload._Lane, name)
 
-        def noted(lane: Any, tensors: list[torch.Tensor], name: str = name, plain: Any = plain):
+        def noted(lane: Any, tensors: Any, *rest: Any, name: str = name, plain: Any = plain) -> Any:
             seen.append((name, sum(t.numel() for t in tensors)))
-            return plain(lane, tensors)
+            return plain(lane, tensors, *rest)
 
         monkeypatch.setattr(offload._Lane, name, noted)
     return seen
@@ -32,17 +35,54 @@ def block(x: torch.Tensor) -> torch.Tensor:
     return x.sin() * x.T.cos()
 
 
-def chain(x: torch.Tensor, sizes: int, wrapped: bool) -> torch.Tensor:
-    for _ in range(sizes):
-        with offloading(nn.Identity(), enabled=wrapped):
-            x = block(x)
+def chain(x: torch.Tensor, *actions: str) -> torch.Tensor:
+    for action in actions:
+        x = around(nn.Identity(), action, partial(block, x))
     return x
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to blocks, numbered as they are made, and the layers that end or begin."""
+    seen: list[str] = []
+    made: list[int] = []
+
+    def note(name: str, plain: Any, away: Any, *args: Any, **kwargs: Any) -> Any:
+        before = away.sources if name == "let_go" else away.here
+        result = plain(away, *args, **kwargs)
+        after = away.sources if name == "let_go" else away.here
+        if before is not after and (name != "view" or after):
+            seen.append(f"{name} {made.index(id(away))}")
+        return result
+
+    for name in ("let_go", "_bring"):
+        plain = getattr(offload._Away, name)
+        monkeypatch.setattr(
+            offload._Away, name, lambda *a, name=name, plain=plain: note(name, plain, *a)
+        )
+    start = offload._Away.__init__
+
+    def init(away: Any, *args: Any) -> None:
+        made.append(id(away))
+        start(away, *args)
+
+    monkeypatch.setattr(offload._Away, "__init__", init)
+    return seen
+
+
+def told(x: torch.Tensor, i: int, events: list[str], action: str) -> torch.Tensor:
+    """One layer that says when it has ended, and when its backward begins."""
+    y = around(nn.Identity(), action, partial(block, x))
+    events.append(f"end {i}")
+    # Behind the hooks of the layer itself.
+    y.register_hook(lambda _: events.append(f"begin {i}"))
+    return y
 
 
 def test_gradients_are_equal(copies: list[tuple[str, int]]) -> None:
     x = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
-    (wanted,) = torch.autograd.grad(chain(x, 3, wrapped=False).sum(), x)
-    loss = chain(x, 3, wrapped=True).sum()
+    (wanted,) = torch.autograd.grad(chain(x, *["keep"] * 3).sum(), x)
+    loss = chain(x, *["offload"] * 3).sum()
     for retain in (True, False):
         (found,) = torch.autograd.grad(loss, x, retain_graph=retain)
         assert torch.equal(found, wanted)
@@ -53,7 +93,7 @@ def test_each_block_is_brought_back_while_the_next_runs(
     copies: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = []
-    for name in ("fetch", "view"):
+    for name in ("_bring", "view"):
         plain = getattr(offload._Away, name)
 
         def noted(away: Any, *args: Any, name: str = name, plain: Any = plain) -> Any:
@@ -62,16 +102,71 @@ def test_each_block_is_brought_back_while_the_next_runs(
 
         monkeypatch.setattr(offload._Away, name, noted)
     x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
-    chain(x, 4, wrapped=True).sum().backward()
+    chain(x, *["offload"] * 4).sum().backward()
     viewed = list(dict.fromkeys(key for name, key in order if name == "view"))
-    assert [key for name, key in order if name == "fetch"] == viewed
+    # The last block's has not left, and is not waited for.
+    assert [key for name, key in order if name == "_bring" and key != viewed[0]] == viewed[1:]
     assert len(viewed) == 4
     for later, earlier in pairwise(viewed):
         # Its copy begins before the block behind it has read its last tensor.
         last = len(order) - 1 - order[::-1].index(("view", later))
-        assert order.index(("fetch", earlier)) <= last
+        assert order.index(("_bring", earlier)) <= last
     # The last block had not left the device.
     assert [name for name, _ in copies] == ["send"] * 4 + ["bring"] * 3
+
+
+def test_blocks_leave_and_come_back_when_told(events: list[str]) -> None:
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    actions = ["offload:2:1", "offload:9:2", "keep", "keep", "keep"]
+    (wanted,) = torch.autograd.grad(chain(x, *["keep"] * 5).sum(), x)
+    y = x
+    for i, action in enumerate(actions):
+        y = told(y, i, events, action)
+    y.sum().backward()
+    assert torch.equal(x.grad, wanted)
+    assert events == [
+        "end 0", "end 1", "let_go 0", "end 2", "end 3", "end 4",
+        # What has not left by the end of forward leaves when backward begins.
+        "let_go 1", "begin 4", "_bring 1", "begin 3", "begin 2", "_bring 0", "begin 1", "begin 0",
+    ]  # fmt: skip
+
+
+def test_a_block_comes_back_late_rather_than_never(events: list[str]) -> None:
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    y = x
+    for i, action in enumerate(["offload:1:0", "keep", "keep"]):
+        y = told(y, i, events, action)
+    y.sum().backward()
+    assert events[-2:] == ["begin 0", "_bring 0"]
+    assert "let_go 0" in events
+
+
+@pytest.mark.parametrize("wrong", ["offload:", "offload:1", "offload:0:1", "offload:-1:2", "off"])
+def test_actions_that_make_no_sense_are_named(wrong: str) -> None:
+    layer = build("dense").layers[0]
+    with pytest.raises(ConfigError, match=f"recompute = '{wrong}', expected one of keep, offload"):
+        layer.recompute = wrong
+    layer.recompute = "offload:3:0"
+    assert layer.recompute == "offload:3:0"
+
+
+def test_micro_batches_one_after_another_offload_alike(copies: list[tuple[str, int]]) -> None:
+    plain, other = build("moe", num_layers=4), build("moe", num_layers=4)
+    for layer, action in zip(other.layers, ("offload:2:1", "offload:3:2"), strict=False):
+        layer.recompute = action
+    wanted, found = after_two_passes(plain), after_two_passes(other)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    assert [name for name, _ in copies] == ["send", "send", "bring", "bring"] * 2
+
+
+def test_two_forward_passes_before_their_backward(copies: list[tuple[str, int]]) -> None:
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    (wanted,) = torch.autograd.grad(chain(x, *["keep"] * 3).sum(), x)
+    losses = [chain(x, "offload:1:1", "offload:2:1", "keep").sum() for _ in range(2)]
+    for loss in losses:
+        (found,) = torch.autograd.grad(loss, x)
+        assert torch.equal(found, wanted)
+    assert sorted(name for name, _ in copies) == ["bring"] * 4 + ["send"] * 4
 
 
 def test_views_of_one_memory_travel_once(copies: list[tuple[str, int]]) -> None:
@@ -116,7 +211,7 @@ def test_host_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
         offload._Lane, "give_back", lambda _, buffers: given.append(sum(b.numel() for b in buffers))
     )
     x = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
-    loss = chain(x, 2, wrapped=True).sum()
+    loss = chain(x, *["offload"] * 2).sum()
     gc.collect()
     assert given == []
     loss.backward()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from slipstream import recompute
 from slipstream.errors import ConfigError
-from slipstream.recompute.cost import LayerCosts
+from slipstream.recompute.cost import LayerCosts, Link
 from slipstream.recompute.measure import measure
 from slipstream.recompute.meter import Meter
 from slipstream.recompute.sites import find_units
@@ -27,10 +28,10 @@ def invented(
     keep = (4 * GIB, 20.0)
 
     def less(gib: float, ms: float):
-        return cost(keep[0] - int(gib * GIB), keep[1] + ms)
+        return cost(keep[0] - int(gib * GIB), keep[1] + ms, forward_ms=7.0)
 
     layer = LayerCosts(
-        keep=cost(*keep),
+        keep=less(0.0, 0.0),
         actions={
             ("attention", "reemit"): less(0.25, 0.02),
             ("attention", "rope"): less(0.75, 0.1),
@@ -42,10 +43,11 @@ def invented(
             ("moe.shared", "reemit"): less(0.1, 0.01),
             ("moe.shared", "recompute"): less(0.3, 0.5),
         },
-        offload=cost(GIB // 8, 60.0),
-        offloaded_bytes=GIB,
+        small_bytes=GIB // 8,
     )
-    return Invented(model_costs({kind: layer}, static=10 * GIB), find_units(model), off_by)
+    # So slow a link that only what is left when all is made again is hidden.
+    costs = model_costs({kind: layer}, static=10 * GIB, bytes_per_ms=GIB / 80)
+    return Invented(costs, find_units(model), off_by)
 
 
 def test_cheap_memory_goes_first_and_dear_memory_stays() -> None:
@@ -82,7 +84,7 @@ def test_a_budget_too_small_names_the_least() -> None:
     plan = recompute.plan(model, sample(), least, costs=invented(model))
     assert plan.predicted_gib is not None
     assert plan.minimum_gib == plan.predicted_gib <= least
-    assert "offload" in plan.actions.values()
+    assert any(action.startswith("offload:") for action in plan.actions.values())
 
 
 def test_every_budget_is_nested_in_the_next() -> None:
@@ -108,7 +110,7 @@ def test_measured_peaks_correct_the_plan(off_gib: float) -> None:
     assert 20.0 < plan.predicted_gib <= 22.0
     # The first had every step but offload.
     assert {source.tried[0][f"layers.{i}.moe"] for i in range(4)} == {"full"}
-    assert "offload" not in source.tried[0].values()
+    assert not any(action.startswith("offload") for action in source.tried[0].values())
 
 
 def test_more_is_given_up_until_the_measured_peak_fits() -> None:
@@ -127,7 +129,7 @@ def test_more_is_given_up_until_the_measured_peak_fits() -> None:
 def test_gradients_of_earlier_micro_batches_count() -> None:
     model = build("dense")
     (kind,) = {unit.kind for unit in find_units(model)}
-    layer = LayerCosts(keep=cost(100, 1.0, 10, 40), actions={}, offload=None, offloaded_bytes=0)
+    layer = LayerCosts(keep=cost(100, 1.0, 10, 40), actions={}, small_bytes=0)
     source = Invented(model_costs({kind: layer}, static=1000), find_units(model))
     one = recompute.plan(model, sample(), 1.0, costs=source)
     several = recompute.plan(model, sample(), 1.0, costs=source, accumulate=True)
@@ -187,8 +189,10 @@ def test_a_measured_plan_keeps_gradients_and_saves_memory() -> None:
 def test_costs_are_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("dense")
     first = recompute.plan(model, sample(), 1.0)
-    (file,) = cache.glob("*.json")
-    monkeypatch.setattr(Meter, "cost", None)  # not called
+    (file,) = [f for f in cache.glob("*.json") if "keep" in json.loads(f.read_text())]
+    assert len(list(cache.glob("*.json"))) == 2  # and the link
+    for name in ("memory", "passes"):
+        monkeypatch.setattr(Meter, name, None)  # not called
     assert recompute.plan(build("dense"), sample(), 1.0) == first
     values = json.loads(file.read_text())
     values["keep"]["kept_bytes"] *= 2
@@ -197,6 +201,33 @@ def test_costs_are_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     file.write_text("not json")
     with pytest.raises(TypeError):  # measures again
         recompute.plan(build("dense"), sample(), 1.0)
+
+
+def test_offload_can_be_ruled_out() -> None:
+    model = build("moe", num_layers=4)
+    source = invented(model)
+    source.found = replace(
+        source.found, link=Link(out_bytes_per_ms=1e12, back_bytes_per_ms=1e12,
+                                slowdown_ms_per_byte=0.0),
+    )  # fmt: skip
+    moved = recompute.plan(model, sample(), 20.0, costs=source).actions.values()
+    assert any(action.startswith("offload") for action in moved)
+    kept_here = recompute.plan(model, sample(), 20.0, costs=source, offload=False)
+    assert not any(action.startswith("offload") for action in kept_here.actions.values())
+
+
+def test_layers_the_compiler_sees_all_of_do_not_offload() -> None:
+    def offered(model: nn.Module) -> set[str]:
+        return {action for u in find_units(model) for site in u.sites for action in site.actions}
+
+    model = build("dense")
+    assert "offload" in offered(model)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    assert "offload" in offered(model)  # they offload around it
+    model.compile(backend="eager")
+    assert "offload" not in offered(model)
+    assert "full" in offered(model)
 
 
 def test_fixed_modes() -> None:

@@ -30,7 +30,7 @@ from slipstream.integrations.hf_optimize_state import (
     settings_if_plain,
     state_of,
 )
-from slipstream.nn.offload import offloading
+from slipstream.nn.offload import around, concerns
 from slipstream.nn.saved import Recompute, recomputed, region
 from slipstream.ops import moe
 from slipstream.ops.activation import ALPHA, LIMIT
@@ -198,9 +198,9 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: 
 
 
 def _layer(self: Any, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    if action_of(self) == "offload":
-        with offloading(self, enabled=True):
-            return _sublayers(self, x, kwargs)
+    action = action_of(self)
+    if concerns(action):
+        return around(self, action, partial(_sublayers, self, x, kwargs))
     return _sublayers(self, x, kwargs)
 
 

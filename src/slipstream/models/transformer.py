@@ -5,6 +5,7 @@ pair (branch, residual). Given targets, the forward pass returns sums of the los
 logits.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from slipstream.errors import ShapeError
 from slipstream.models.config import ModelConfig, MoEConfig
 from slipstream.nn import MLP, Attention, Linear, LossSums, MoE, Norm, TokenLoss
 from slipstream.nn.attention import Positions, document_mask
-from slipstream.nn.offload import offloading
+from slipstream.nn.offload import around, concerns
 from slipstream.nn.site import Site
 from slipstream.ops import rope_tables
 
@@ -63,8 +64,9 @@ class Layer(Site):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Around the compiled graph too, which has no part in offloading."""
-        with offloading(self, enabled=self.recompute == "offload"):
+        if not concerns(self.recompute):
             return super().__call__(*args, **kwargs)
+        return around(self, self.recompute, partial(super().__call__, *args, **kwargs))
 
     def forward(
         self, branch: torch.Tensor, residual: torch.Tensor | None, positions: Positions

@@ -1,39 +1,64 @@
 """Saved tensors that wait for backward in the host's memory.
 
-On a GPU copies run on a stream of their own, from and to pinned buffers that are used again; a
-layer's tensors come back while the layer after it is still in backward. Events order everything;
-the host waits for nothing. On a CPU a copy stands in.
+On a GPU copies run on a stream of their own, from and to pinned buffers that are used again. Which
+layer a block's copy out is given until, and at which layer its copy back begins, is part of the
+action: ``offload:3:2`` has left when the third layer after it ends, and starts to come back when
+the second one after it begins its backward. Events order everything; the host waits for nothing.
+On a CPU a copy stands in.
 """
 
 import weakref
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from slipstream.nn.saved import Box, Scope, storage_of
+from slipstream.nn.site import offload_times
 
 MIN_BYTES = 1 << 16
+PIECE_BYTES = 1 << 28
+"""Host buffers are of this size or smaller, so that tensors of any size share them."""
 
 
-@contextmanager
-def offloading(module: nn.Module, *, enabled: bool) -> Generator[None]:
-    """Offload what autograd saves within the block, but for the weights of ``module``."""
-    on = enabled and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    with Offload(module) if on else nullcontext():
-        yield
+def concerns(action: str) -> bool:
+    """Whether a layer with this action has to run inside ``around``."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return offload_times(action) is not None or any(lane.blocks for lane in _lanes.values())
+
+
+def around(module: nn.Module, action: str, run: Callable[[], Any]) -> Any:
+    """``run()``, the forward of a layer; what autograd saves in it goes where ``action`` says.
+
+    Every layer of a model runs through here, so that copies under way know how far it has come.
+    """
+    times = offload_times(action)
+    if times is None:
+        output = run()
+    else:
+        with Offload(module, *times):
+            output = run()
+    tensor = next((t for t in tree_leaves(output) if _is_made(t)), None)
+    if tensor is not None and (lane := _lanes.get(tensor.device)) is not None:
+        lane.passed(tensor)
+    return output
 
 
 class Offload(Scope):
     """Moves saved tensors to the host when the block ends.
 
-    Weights stay, small tensors too, and whatever lies in memory of ``MIN_BYTES`` or less.
+    ``leave``: layers after this one until their memory is free. ``back``: layers before this one,
+    in backward, at which they start to come back; 0: when they are needed. Weights stay, small
+    tensors too, and whatever lies in memory of ``MIN_BYTES`` or less.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, leave: int = 1, back: int = 1) -> None:
         super().__init__()
+        self.leave, self.back = leave, back
         self._stays = {storage_of(t) for t in (*module.parameters(), *module.buffers())}
 
     def settle(self) -> None:
@@ -55,15 +80,19 @@ class Offload(Scope):
             readers = [0] * len(sources)
             for _, tensor in chosen:
                 readers[moved[storage_of(tensor)]] += 1
-            away = _Away(_lane(sources[0].device), sources, readers)
+            away = _Away(_lane(sources[0].device), sources, readers, self.leave, self.back)
             for box, tensor in chosen:
                 i, like = moved[storage_of(tensor)], _Geometry(tensor)
                 box.empty(partial(away.view, i, like))
         self.boxes = left
 
     def _moves(self, tensor: torch.Tensor) -> bool:
-        size = tensor.untyped_storage().nbytes()
-        return size > MIN_BYTES and storage_of(tensor) not in self._stays
+        return moves(tensor) and storage_of(tensor) not in self._stays
+
+
+def moves(tensor: torch.Tensor) -> bool:
+    """Whether the memory a tensor lies in is large enough to be worth moving."""
+    return tensor.untyped_storage().nbytes() > MIN_BYTES
 
 
 class _Geometry:
@@ -81,28 +110,30 @@ class _Geometry:
 class _Away:
     """The tensors of one block on the host, until their last reader has them back."""
 
-    def __init__(self, lane: "_Lane", sources: list[torch.Tensor], readers: list[int]) -> None:
+    def __init__(
+        self,
+        lane: "_Lane",
+        sources: list[torch.Tensor],
+        readers: list[int],
+        leave: int,
+        back: int,
+    ) -> None:
         self.lane, self.readers, self.left = lane, readers, list(readers)
+        self.leave, self.back, self.age = leave, back, -1
         self.here: dict[int, torch.Tensor] = {}
-        self.before = lane.last
-        previous = self._previous()
-        if previous is not None:
-            previous.let_go()
+        self.arrived: list[torch.cuda.Event | None] = []
+        self.sizes = [source.numel() for source in sources]
         self.host, self.sent = lane.send(sources)
-        self.arrived = self.sent
-        # Alive until the next block has been launched: the copy overlaps it, and the compute
-        # stream, which waits for the copy then, can use the memory again without the host's help.
+        # Alive until the copy is given up on: the compute stream waits for it then and can use
+        # the memory again without the host's help.
         self.sources: list[torch.Tensor] | None = sources
-        lane.last = weakref.ref(self)
+        lane.blocks.append(weakref.ref(self))
 
     def view(self, i: int, geometry: _Geometry) -> torch.Tensor:
         """One saved tensor, back on the device."""
         if i not in self.here:
-            self.fetch()
-        self.lane.wait(self.arrived)
-        previous = self._previous()
-        if previous is not None and not previous.here and previous.left == previous.readers:
-            previous.fetch()
+            self._bring()
+        self.lane.wait(self.arrived[i])
         memory = self.here[i]
         self.left[i] -= 1
         if not self.left[i]:
@@ -112,11 +143,9 @@ class _Away:
         return geometry.view(memory)
 
     def fetch(self) -> None:
-        """Start the copies back, unless the tensors have not left yet."""
-        tensors, self.sources = self.sources, None
-        if tensors is None:
-            tensors, self.arrived = self.lane.bring(self.host)
-        self.here, self.left = dict(enumerate(tensors)), list(self.readers)
+        """Start the copies back, if nobody has."""
+        if not self.here and self.left == self.readers:
+            self._bring()
 
     def let_go(self) -> None:
         """Free the device's memory, in the order of the compute stream."""
@@ -124,13 +153,23 @@ class _Away:
             self.lane.wait(self.sent)
             self.sources = None
 
-    def _previous(self) -> "_Away | None":
-        return None if self.before is None else self.before()
+    def _bring(self) -> None:
+        tensors, self.sources = self.sources, None
+        if tensors is None:
+            tensors, self.arrived = self.lane.bring(self.host, self.sizes)
+        else:  # they have not left
+            self.arrived = [self.sent] * len(tensors)
+        self.here, self.left = dict(enumerate(tensors)), list(self.readers)
 
     def __del__(self) -> None:
-        if self.sources is not None or self.here:
-            self.lane.wait(self.arrived)
+        if self.sources is not None:
+            self.lane.wait(self.sent)
+        for i in self.here:
+            self.lane.wait(self.arrived[i])
         self.lane.give_back(self.host)
+
+
+Refs = list["weakref.ref[_Away]"]
 
 
 class _Lane:
@@ -140,24 +179,56 @@ class _Lane:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.free: dict[int, list[torch.Tensor]] = {}
-        self.last: weakref.ref[_Away] | None = None
+        self.blocks: Refs = []
+        """Those that layers still to come have to do with."""
+
+    def passed(self, output: torch.Tensor) -> None:
+        """A layer has ended in forward: what has had its time leaves.
+
+        Its backward begins with the gradient of ``output``. What is still here then leaves too,
+        and what is due starts to come back.
+        """
+        blocks, leaving, coming = self.blocks, [], []
+        self.blocks = []
+        for ref in blocks:
+            block = ref()
+            if block is None:
+                continue
+            block.age += 1
+            if block.age >= block.leave:
+                block.let_go()
+            if block.age and block.sources is not None:
+                leaving.append(ref)
+            if block.age and block.age == block.back:
+                coming.append(ref)
+            if block.sources is not None or block.age < block.back:
+                self.blocks.append(ref)
+        if leaving or coming:
+            output.register_hook(partial(_reached, leaving, coming[::-1]))
 
     def send(
         self, sources: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-        """Host copies of ``sources``, under way, and the event of their end."""
+        """Host copies of ``sources`` in pieces, under way, and the event of their end."""
         if self.stream is None:
             return [source.clone() for source in sources], None
-        buffers = [self._buffer(source.numel()) for source in sources]
-        return buffers, self._copy(self.stream, buffers, sources)
+        pieces = [piece for source in sources for piece in source.split(PIECE_BYTES)]
+        buffers = [self._buffer(piece.numel()) for piece in pieces]
+        (done,) = self._copy(self.stream, [list(zip(buffers, pieces, strict=True))])
+        return buffers, done
 
-    def bring(self, host: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-        """Device copies of ``host``, under way, and the event of their arrival."""
+    def bring(
+        self, host: list[torch.Tensor], sizes: list[int]
+    ) -> tuple[list[torch.Tensor], list[torch.cuda.Event | None]]:
+        """Device copies of what was sent, under way, the last first, and events of arrival."""
         if self.stream is None:
-            return [buffer.clone() for buffer in host], None
+            return [buffer.clone() for buffer in host], [None] * len(host)
         # Memory of the compute stream: the copies wait for what still runs in it.
-        tensors = [torch.empty_like(buffer, device=self.device) for buffer in host]
-        return tensors, self._copy(self.stream, tensors, host)
+        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
+        pieces, groups = iter(host), []
+        for tensor in tensors:
+            groups.append([(piece, next(pieces)) for piece in tensor.split(PIECE_BYTES)])
+        return tensors, self._copy(self.stream, groups[::-1])[::-1]
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         """The compute stream waits for copies."""
@@ -171,21 +242,29 @@ class _Lane:
                 self.free.setdefault(buffer.numel(), []).append(buffer)
 
     def _copy(
-        self, stream: torch.cuda.Stream, into: list[torch.Tensor], out_of: list[torch.Tensor]
-    ) -> torch.cuda.Event:
+        self,
+        stream: torch.cuda.Stream,
+        groups: list[list[tuple[torch.Tensor, torch.Tensor]]],
+    ) -> list[torch.cuda.Event | None]:
         stream.wait_stream(torch.cuda.current_stream(self.device))
+        ends: list[torch.cuda.Event | None] = []
         with torch.cuda.stream(stream):
-            for target, source in zip(into, out_of, strict=True):
-                target.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-        return done
+            for group in groups:
+                for target, source in group:
+                    target.copy_(source, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record()
+                ends.append(done)
+        return ends
 
     def _buffer(self, size: int) -> torch.Tensor:
         free = self.free.get(size)
-        if free:
-            return free.pop()
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return free.pop() if free else pinned(size)
+
+
+def pinned(size: int) -> torch.Tensor:
+    """Bytes of the host's memory that a GPU can read and write by itself."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 _lanes: dict[torch.device, _Lane] = {}
@@ -195,6 +274,19 @@ def _lane(device: torch.device) -> _Lane:
     if device not in _lanes:
         _lanes[device] = _Lane(device)
     return _lanes[device]
+
+
+def _reached(leaving: Refs, coming: Refs, _: torch.Tensor) -> None:
+    for ref in leaving:
+        if (block := ref()) is not None:
+            block.let_go()
+    for ref in coming:
+        if (block := ref()) is not None:
+            block.fetch()
+
+
+def _is_made(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,12 +54,17 @@ class Scope:
 
     def __enter__(self) -> Self:
         _stack().append(self)
+        self._pack = _Pack(self.boxes)
         self._hooks = saved_tensors_hooks(self._pack, Box.open)
         self._hooks.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         self._hooks.__exit__(kind, *rest)
+        # The graph holds on to the hooks: led they from there to what is kept, which leads to the
+        # graph, all of it would outlive a pass that has no backward, and no collector sees it.
+        self._pack.boxes = []
+        del self._pack, self._hooks
         stack = _stack()
         stack.pop()
         if kind is None:
@@ -70,8 +75,18 @@ class Scope:
     def settle(self) -> None:
         """Empty boxes; those left in ``boxes`` go to the scope around this one."""
 
-    def _pack(self, tensor: torch.Tensor) -> Box:
-        box = Box(tensor)
+
+class _Pack:
+    """The hook of a scope."""
+
+    __slots__ = ("boxes",)
+
+    def __init__(self, boxes: list[Box]) -> None:
+        self.boxes = boxes
+
+    def __call__(self, tensor: torch.Tensor) -> Box:
+        # Detached: a node that saves what it returns would otherwise hold on to itself.
+        box = Box(tensor.detach())
         self.boxes.append(box)
         return box
 

@@ -1,15 +1,38 @@
 """Sites: modules that can give up what backward would keep and make it again."""
 
+import re
 from collections.abc import Sequence
 
 from torch import nn
 
 from slipstream.errors import ConfigError
 
+OFFLOAD = "offload"
+"""The action that moves what all parts of a module keep to the host."""
+_TIMED = re.compile(rf"{OFFLOAD}(?::([1-9]\d*):(\d+))?")
+
+
+def offload_times(action: str) -> tuple[int, int] | None:
+    """Layers until what is offloaded has left, and by which its return is ahead; None: it stays.
+
+    ``offload:3:2`` is (3, 2), plain ``offload`` (1, 1).
+    """
+    if not action.startswith(OFFLOAD):
+        return None
+    found = _TIMED.fullmatch(action)
+    return None if found is None else (int(found[1] or 1), int(found[2] or 1))
+
+
+def knows(action: object, allowed: Sequence[str]) -> bool:
+    """Whether a site that offers ``allowed`` can do ``action``; an offload may be timed."""
+    if action in allowed:
+        return True
+    return OFFLOAD in allowed and isinstance(action, str) and offload_times(action) is not None
+
 
 def check_action(name: str, action: object, allowed: Sequence[str]) -> None:
     """ConfigError where a site of this class name is given an action it does not know."""
-    if action not in allowed:
+    if not knows(action, allowed):
         raise ConfigError(f"{name}.recompute = {action!r}, expected one of {', '.join(allowed)}")
 
 

@@ -1,6 +1,5 @@
-"""What keeping or giving up activations costs, as numbers; and the peak that follows from them."""
+"""What keeping or giving up activations costs, as numbers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -12,6 +11,8 @@ class Cost:
     """What stays between forward and backward."""
     ms: float
     """Time of forward and backward."""
+    forward_ms: float
+    """Time of forward."""
     forward_bytes: int
     """Most memory above the start during forward, what is kept included."""
     backward_bytes: int
@@ -30,10 +31,8 @@ class LayerCosts:
     """Everything kept."""
     actions: dict[tuple[str, str], Cost]
     """By (part, action), but for ``offload``."""
-    offload: Cost | None
-    """Offload, where offered, with every other site at its last action."""
-    offloaded_bytes: int
-    """What that offload had to move."""
+    small_bytes: int
+    """Of what is kept, what offload would leave where it is."""
 
     def saved_bytes(self, cost: Cost) -> int:
         """What one action no longer keeps."""
@@ -42,6 +41,18 @@ class LayerCosts:
     def paid_ms(self, cost: Cost) -> float:
         """What one action adds; giving something up is never faster but for noise."""
         return max(0.0, cost.ms - self.keep.ms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Copies between the device and the host while the device computes."""
+
+    out_bytes_per_ms: float
+    """To the host."""
+    back_bytes_per_ms: float
+    """From it."""
+    slowdown_ms_per_byte: float
+    """By how much a byte that leaves and comes back delays what is computed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +69,10 @@ class ModelCosts:
     """Weights, optimizer state, and gradients that have their memory already."""
     has_grads: bool
     """Whether gradients have their memory already."""
+    link: Link | None = None
+    """None: no layer offers to offload."""
+    host_bytes: int = 0
+    """The host's memory that offload may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,23 +82,6 @@ class Choice:
     actions: tuple[tuple[str, str], ...]
     """(part, action) of each site."""
     cost: Cost
-    """What it comes to."""
-
-
-def peak_bytes(costs: ModelCosts, layers: Sequence[Cost], *, has_grads: bool) -> int:
-    """Most memory of a pass, given each layer's cost in order.
-
-    Forward adds up what is kept; backward, from the last layer to the first, lets go of it and,
-    unless gradients have their memory already, adds theirs.
-    """
-    now = peak = costs.static_bytes
-    for cost in (*layers, costs.tail):
-        peak = max(peak, now + cost.forward_bytes)
-        now += cost.kept_bytes
-    for cost in (costs.tail, *reversed(layers)):
-        now -= cost.kept_bytes
-        # A gradient that is added to another does not stay.
-        spared = cost.grad_bytes - cost.largest_grad_bytes if has_grads else 0
-        peak = max(peak, now + cost.backward_bytes - spared)
-        now += 0 if has_grads else cost.grad_bytes
-    return max(peak, now + (0 if has_grads else costs.rest_grad_bytes))
+    """What it comes to, wherever the kept tensors are."""
+    moved_bytes: int = 0
+    """Of the kept bytes, those that wait on the host."""

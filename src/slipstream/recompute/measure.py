@@ -5,9 +5,10 @@ model need not fit with all of them. Costs are kept on disk by device, versions 
 """
 
 import gc
+import statistics
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from slipstream.nn.saved import Scope
+from slipstream.nn.site import OFFLOAD
 from slipstream.recompute import store
-from slipstream.recompute.cost import Cost, LayerCosts, ModelCosts
+from slipstream.recompute.cost import Cost, LayerCosts, Link, ModelCosts
+from slipstream.recompute.link import host_bytes, measure_link
 from slipstream.recompute.meter import Meter, differentiable, kept_bytes, size_of, trained
-from slipstream.recompute.sites import OFFLOAD, Unit, acting, describe, keeping
+from slipstream.recompute.sites import Unit, acting, describe, keeping
 
+WARMUP, REPEATS = 1, 5
 Run = Callable[[], torch.Tensor]
 """A forward pass of the whole model; returns what backward starts from."""
 
@@ -37,17 +41,22 @@ class Pass:
     """Bytes in use there."""
     peak: list[int] = field(default_factory=list)
     """Most bytes above that in the forward pass of the tail."""
+    begin: Any = None
+    """The moment."""
 
 
 def measure(model: nn.Module, units: Sequence[Unit], run: Run, meter: Meter) -> ModelCosts:
     """Costs of every kind of layer and of the rest of the model."""
     static = _static_bytes(model, meter)
     with unchanged(model), acting(model, keeping(units)), uncompiled(model, units):
+        if meter.on_gpu:  # the first time compiles kernels
+            _run(model, units, run, meter)
         seen, tail = _run(model, units, run, meter)
         layers = {
             unit.kind: _layer(model, unit, seen.inputs[unit.kind], meter)
             for unit in {u.kind: u for u in reversed(units)}.values()
         }
+        link = _link(model, units, seen, meter)
     inside = {id(p) for unit in units for p in trained(model.get_submodule(unit.name))}
     outside = sum(_grad_size(p) for p in trained(model) if id(p) not in inside)
     return ModelCosts(
@@ -56,14 +65,16 @@ def measure(model: nn.Module, units: Sequence[Unit], run: Run, meter: Meter) -> 
         rest_grad_bytes=max(0, outside - tail.grad_bytes),
         static_bytes=static,
         has_grads=any(p.grad is not None for p in model.parameters()),
+        link=link,
+        host_bytes=host_bytes(),
     )
 
 
 def probe(model: nn.Module, run: Run, meter: Meter) -> int:
     """Measured peak of one forward and backward pass, gradients in memory of their own."""
     with unchanged(model):
-        before = meter.allocated()
         gc.collect()
+        before = meter.allocated()
         with meter.peak() as found:
             torch.autograd.grad(run(), trained(model), allow_unused=True)
     return before + found[0]
@@ -82,36 +93,54 @@ def unchanged(model: nn.Module) -> Generator[None]:
 
 
 def _layer(model: nn.Module, unit: Unit, inputs: tuple[tuple, dict], meter: Meter) -> LayerCosts:
-    module = model.get_submodule(unit.name)
     key = store.key(meter.device, unit.kind, describe(inputs))
-    known = store.read(key)
+    known = store.read(key, LayerCosts)
     if known is not None:
         return known
-    choices = [
+    module = model.get_submodule(unit.name)
+    acts = [
         (site, action) for site in unit.sites for action in site.actions[1:] if action != OFFLOAD
     ]
-    found: dict[tuple[str, str], Cost] = {}
-    keep = meter.cost(module, *inputs)
-    for site, action in choices:
-        with acting(model, {site.name: action}):
-            found[site.part, action] = meter.cost(module, *inputs)
-    offload, moved = None, 0
-    mover = next((site for site in unit.sites if OFFLOAD in site.actions), None)
-    if mover is not None:
-        last = {site.name: site.actions[-1] for site in unit.sites if site is not mover}
-        with acting(model, last):
-            least = meter.cost(module, *inputs, stacked=True)
-        with acting(model, last | {mover.name: OFFLOAD}):
-            offload = meter.cost(module, *inputs, stacked=True)
-        moved = least.kept_bytes - offload.kept_bytes
+    variants = [{}, *({site.name: action} for site, action in acts)]
+    memory = []
+    for variant in variants:
+        with acting(model, variant):
+            memory.append(meter.memory(module, *inputs))
+    # In turns: a device that grows warm and slow does so for all of them.
+    times: list[list[tuple[float, float]]] = [[] for _ in variants]
+    for _ in range(WARMUP + REPEATS):
+        for variant, found in zip(variants, times, strict=True):
+            with acting(model, variant):
+                found.append(meter.passes(module, *inputs))
+    keep, *others = [
+        _timed(cost, found[WARMUP:]) for (cost, _), found in zip(memory, times, strict=True)
+    ]
     costs = LayerCosts(
         keep=keep,
-        actions=found,
-        offload=offload,
-        offloaded_bytes=moved,
+        actions={(site.part, a): cost for (site, a), cost in zip(acts, others, strict=True)},
+        small_bytes=memory[0][1],
     )
     store.write(key, costs)
     return costs
+
+
+def _timed(cost: Cost, times: Sequence[tuple[float, float]]) -> Cost:
+    forward = statistics.median(forward for forward, _ in times)
+    return replace(cost, ms=statistics.median(map(sum, times)), forward_ms=forward)
+
+
+def _link(model: nn.Module, units: Sequence[Unit], seen: Pass, meter: Meter) -> Link | None:
+    movers = [u for u in units if any(OFFLOAD in site.actions for site in u.sites)]
+    if not movers:
+        return None
+    inputs = seen.inputs[movers[-1].kind]
+    key = store.key(meter.device, f"link-{movers[-1].kind}", describe(inputs))
+    link = store.read(key, Link)
+    if link is None:
+        module = model.get_submodule(movers[-1].name)
+        link = measure_link(meter, lambda: meter.run(module, *inputs))
+        store.write(key, link)
+    return link
 
 
 def _run(model: nn.Module, units: Sequence[Unit], run: Run, meter: Meter) -> tuple[Pass, Cost]:
@@ -128,7 +157,7 @@ def _run(model: nn.Module, units: Sequence[Unit], run: Run, meter: Meter) -> tup
         if name == units[-1].name:
             nothing.close()
             seen.leaves, seen.start = differentiable(output), meter.allocated()
-            seen.peak = tail.enter_context(meter.peak())
+            seen.peak, seen.begin = tail.enter_context(meter.peak()), meter.mark()
             tail.enter_context(scope)
         return output
 
@@ -137,15 +166,19 @@ def _run(model: nn.Module, units: Sequence[Unit], run: Run, meter: Meter) -> tup
             tail.enter_context(_watched(model.get_submodule(unit.name), unit, before, after))
         nothing.enter_context(saved_tensors_hooks(lambda _: None, _gone))
         value = run()
+        middle = meter.mark()
     kept = kept_bytes(scope, model.parameters())
     scope.boxes.clear()
     between = meter.allocated() - seen.start
+    again = meter.mark()
     with meter.peak() as backward:
         grads = torch.autograd.grad(value, [*seen.leaves, *trained(model)], allow_unused=True)
+    forward_ms, backward_ms = meter.between(seen.begin, middle), meter.between(again, meter.mark())
     sizes = [size_of(grad) for grad in grads[len(seen.leaves) :] if grad is not None]
     return seen, Cost(
         kept_bytes=kept,
-        ms=0.0,
+        ms=forward_ms + backward_ms,
+        forward_ms=forward_ms,
         forward_bytes=max(kept, seen.peak[0]),
         backward_bytes=max(kept + sum(sizes), between + backward[0]),
         grad_bytes=sum(sizes),

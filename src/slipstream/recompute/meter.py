@@ -4,9 +4,8 @@ On a GPU memory is what PyTorch's allocator counts. On a CPU, where nothing coun
 that autograd saves stand in, so working memory is not in the figures.
 """
 
-import statistics
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,12 +13,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from slipstream.nn.offload import moves
 from slipstream.nn.saved import Scope, storage_of
 from slipstream.recompute.cost import Cost
-
-WARMUP, REPEATS = 2, 5
-STACKED = 3
-"""Layers in a row when offload is timed: copies overlap the neighbours' work."""
 
 
 class Meter:
@@ -43,24 +39,23 @@ class Meter:
         after = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else 0
         found.append(after - before)
 
-    def cost(self, module: nn.Module, args: tuple, kwargs: dict, *, stacked: bool = False) -> Cost:
-        """One pass of ``module``; ``stacked``: the time is that of one of several in a row."""
+    def memory(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[Cost, int]:
+        """Memory of one pass of ``module``, its time left at 0; and what it keeps in small ones."""
         weights = trained(module)
-        kept, forward, backward, grads = self._memory(module, weights, args, kwargs)
-        depth = STACKED if stacked else 1
-        times = [self._ms(module, weights, args, kwargs, depth) for _ in range(WARMUP + REPEATS)]
+        kept, small, forward, backward, grads = self._memory(module, weights, args, kwargs)
         return Cost(
             kept_bytes=kept,
-            ms=statistics.median(times[WARMUP:]),
+            ms=0.0,
+            forward_ms=0.0,
             forward_bytes=max(forward, kept),
             backward_bytes=max(backward, kept + sum(grads)),
             grad_bytes=sum(grads),
             largest_grad_bytes=max(grads, default=0),
-        )
+        ), small
 
     def _memory(
         self, module: nn.Module, weights: list[torch.Tensor], args: tuple, kwargs: dict
-    ) -> tuple[int, int, int, list[int]]:
+    ) -> tuple[int, int, int, int, list[int]]:
         # Twice: the first time handles and workspaces are made that stay.
         for _ in range(2):
             start = self.allocated()
@@ -68,6 +63,7 @@ class Meter:
                 output = module(*args, **kwargs)
             others = [*module.parameters(), *module.buffers(), *_constants((args, kwargs))]
             kept = kept_bytes(scope, others)
+            small = kept_bytes(scope, others, counts=lambda tensor: not moves(tensor))
             scope.boxes.clear()
             outputs = differentiable(output)
             between = self.allocated() - start
@@ -76,32 +72,45 @@ class Meter:
                 grads = _gradients(outputs, [*given, *weights])
             sizes = [size_of(grad) for grad in grads[len(given) :] if grad is not None]
             del output, outputs, grads
-        return kept, forward[0], between + backward[0], sizes
+        return kept, small, forward[0], between + backward[0], sizes
 
-    def _ms(
-        self, module: nn.Module, weights: list[torch.Tensor], args: tuple, kwargs: dict, depth: int
-    ) -> float:
-        def run() -> None:
-            outputs = [differentiable(module(*args, **kwargs)) for _ in range(depth)]
-            wanted = [*differentiable((args, kwargs)), *weights]
-            while outputs:
-                _gradients(outputs.pop(), wanted)
+    def passes(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[float, float]:
+        """Milliseconds of forward and backward of ``module``."""
+        wanted = [*differentiable((args, kwargs)), *trained(module)]
+        marks = [self.mark(wait=True)]
+        outputs = differentiable(module(*args, **kwargs))
+        marks.append(self.mark())
+        _gradients(outputs, wanted)
+        marks.append(self.mark())
+        return self.between(*marks[:2]), self.between(*marks[1:])
 
-        return self.time(run) / depth
+    def run(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Forward and backward of ``module``, waiting for nothing."""
+        wanted = [*differentiable((args, kwargs)), *trained(module)]
+        _gradients(differentiable(module(*args, **kwargs)), wanted)
 
-    def time(self, run: Any) -> float:
+    def time(self, run: Callable[[], object]) -> float:
         """Milliseconds of ``run()`` on the device."""
-        if self.on_gpu:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize(self.device)
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            return start.elapsed_time(stop)
-        begin = time.perf_counter()
+        start = self.mark(wait=True)
         run()
-        return 1e3 * (time.perf_counter() - begin)
+        return self.between(start, self.mark())
+
+    def mark(self, *, wait: bool = False) -> Any:
+        """A point in time of the device's; ``wait``: once all before it is done."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        if wait:
+            torch.cuda.synchronize(self.device)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def between(self, start: Any, stop: Any) -> float:
+        """Milliseconds between two marks."""
+        if not self.on_gpu:
+            return 1e3 * (stop - start)
+        stop.synchronize()
+        return start.elapsed_time(stop)
 
 
 def _gradients(
@@ -113,12 +122,16 @@ def _gradients(
     return torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
 
 
-def kept_bytes(scope: Scope, given: Iterable[torch.Tensor]) -> int:
+def kept_bytes(
+    scope: Scope,
+    given: Iterable[torch.Tensor],
+    counts: Callable[[torch.Tensor], bool] = lambda _: True,
+) -> int:
     """Memory of the tensors saved within a scope, each once, without what lies in ``given``."""
     seen = {storage_of(t) for t in given}
     total = 0
     for box in scope.boxes:
-        if box.tensor is not None and storage_of(box.tensor) not in seen:
+        if box.tensor is not None and storage_of(box.tensor) not in seen and counts(box.tensor):
             seen.add(storage_of(box.tensor))
             total += box.tensor.untyped_storage().nbytes()
     return total

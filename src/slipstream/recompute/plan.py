@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.recompute.choose import Step, peaks, steps
-from slipstream.recompute.cost import Choice, ModelCosts, peak_bytes
+from slipstream.nn.site import OFFLOAD
+from slipstream.recompute.choose import State, least, plans
+from slipstream.recompute.cost import ModelCosts
 from slipstream.recompute.measure import measure, probe, uncompiled
 from slipstream.recompute.meter import Meter, differentiable
+from slipstream.recompute.refine import between
 from slipstream.recompute.sites import (
-    OFFLOAD,
     Unit,
     acting,
     find_units,
@@ -27,6 +28,7 @@ from slipstream.recompute.sites import (
     set_actions,
     unwrapped,
 )
+from slipstream.recompute.timeline import peak_bytes
 
 GIB = 1 << 30
 CHEAP = ("reemit", "norm")
@@ -54,7 +56,7 @@ class Plan:
     """An action for every site."""
 
     actions: dict[str, str]
-    """By name of the site."""
+    """By name of the site; ``offload`` with its times, see ``nn.offload``."""
     rows: tuple[Row, ...] = ()
     """Sites that give something up, in order; empty where nothing was measured."""
     budget_gib: float | None = None
@@ -117,6 +119,7 @@ def plan(
     *,
     extra_gib: float = 0.0,
     accumulate: bool = False,
+    offload: bool = True,
     loss: Callable[[Any], torch.Tensor] | None = None,
     costs: Costs | None = None,
 ) -> Plan:
@@ -126,6 +129,7 @@ def plan(
     ``budget_gib``: GiB of device memory at the peak of a forward and backward pass; what is
     allocated now counts, so build the optimizer first, or give the memory still to come as
     ``extra_gib``. ``accumulate``: a step adds up the gradients of several such calls.
+    ``offload``: whether layers may move activations to the host.
     ``loss`` turns the output of the model into what backward starts from (None: its ``loss``, or
     the sum of all that is differentiable). ``costs``: other numbers than measured ones.
     The model is as before afterwards. Of two budgets the smaller never has the larger peak.
@@ -139,14 +143,15 @@ def plan(
     if source is None:
         run = _runner(model, sample, loss or _loss)
         source = Measured(model, run, int(extra_gib * GIB))
-    found = source.measure(units)
-    alone, (first, walk) = found, steps(units, found)
+    alone = found = source.measure(units)
+    if not offload:
+        found = replace(found, link=None)
     if accumulate and not found.has_grads:
         found = _with_grads(units, found)
-    line = peaks(found, first, walk)
-    fits = _Fit(units, alone, first, walk, line, source)
+    states = plans(units, found)
+    fits = _Fit(units, alone, found, states, source)
     count, shift = fits.search(budget_gib)
-    return _plan(units, found, first, walk[:count], line, shift, budget_gib)
+    return _plan(units, found, states, count, shift, budget_gib)
 
 
 def fixed(model: nn.Module, mode: str) -> Plan:
@@ -186,22 +191,24 @@ def _with_grads(units: Sequence[Unit], costs: ModelCosts) -> ModelCosts:
 
 
 class _Fit:
-    """Finds how far along the steps a budget makes one go, with the help of measured peaks."""
+    """Finds how far along the walk a budget makes one go, with the help of measured peaks."""
 
     def __init__(
         self,
         units: Sequence[Unit],
+        alone: ModelCosts,
         costs: ModelCosts,
-        first: Sequence[Choice],
-        walk: Sequence[Step],
-        line: Sequence[int],
+        states: list[State],
         source: Costs,
     ) -> None:
-        self.units, self.costs, self.first, self.walk = units, costs, first, walk
-        self.line, self.source = line, source
+        """``alone``: costs of a single pass, as it is measured. ``states`` become more."""
+        self.units, self.alone, self.costs = units, alone, costs
+        self.states, self.source = states, source
+        self.least = least(units, costs)
+        self.filled: set[State] = set()
 
     def search(self, budget_gib: float) -> tuple[int, int]:
-        """The number of steps, and the bytes by which its peak exceeds the predicted one.
+        """The place in the walk, and the bytes by which its peak exceeds the predicted one.
 
         Where to begin depends on one measurement that is the same for every budget; from there on
         the first plan that fits is taken. So less budget never means fewer steps.
@@ -209,37 +216,45 @@ class _Fit:
         shift = self._shift(self._reference(budget_gib), plain=True)
         if shift is None:
             return self._begin(budget_gib, 0), 0
-        for count in range(self._begin(budget_gib, shift), len(self.line)):
-            here = self._shift(count, plain=False)
+        count = -1
+        while True:
+            count = self._begin(budget_gib, shift, after=count)
+            here = self._shift(self.states[count], plain=False)
             assert here is not None
-            if self.line[count] + here <= budget_gib * GIB:
+            if self.states[count].outcome.peak_bytes + here <= budget_gib * GIB:
                 return count, here
             shift = here
-        raise self._too_small(budget_gib, shift)
 
-    def _reference(self, budget_gib: float) -> int:
-        # All steps but offload, whose host memory takes seconds to pin, if that can be enough.
-        kinds = [{action for _, action in step.choice.actions} for step in self.walk]
-        before = next((i for i, actions in enumerate(kinds) if OFFLOAD in actions), len(kinds))
-        return before if self.line[before] <= budget_gib * GIB else len(self.walk)
+    def _reference(self, budget_gib: float) -> State:
+        # Without offload, whose host memory takes seconds to pin, if that can be enough.
+        enough = self.least.outcome.peak_bytes <= budget_gib * GIB
+        return self.least if enough else self.states[-1]
 
-    def _begin(self, budget_gib: float, shift: int) -> int:
-        for count, peak in enumerate(self.line):
-            if peak + shift <= budget_gib * GIB:
-                return count
-        raise self._too_small(budget_gib, shift)
+    def _begin(self, budget_gib: float, shift: int, after: int = -1) -> int:
+        limit = budget_gib * GIB - shift
+        for count, state in enumerate(self.states):
+            if count > after and state.outcome.peak_bytes <= limit:
+                break
+        else:
+            raise self._too_small(budget_gib, shift)
+        state = self.states[count]
+        if count == 0 or state in self.filled:
+            return count
+        more = between(self.units, self.costs, self.states[count - 1], state)
+        self.filled.update((state, *more))
+        self.states[count:count] = more
+        return self._begin(budget_gib, shift, after)
 
-    def _shift(self, count: int, *, plain: bool) -> int | None:
-        walk = self.walk[:count]
-        measured = self.source.probe(_actions(self.units, self.first, walk), plain=plain)
+    def _shift(self, state: State, *, plain: bool) -> int | None:
+        measured = self.source.probe(_actions(self.units, state), plain=plain)
         if measured is None:
             return None
-        layers = [choice.cost for choice in _choices(self.first, walk)]
-        return measured - peak_bytes(self.costs, layers, has_grads=False)
+        times = state.outcome.leave, state.outcome.back
+        return measured - peak_bytes(self.alone, state.choices, *times, has_grads=False)
 
     def _too_small(self, budget_gib: float, shift: int) -> ConfigError:
         # Rounded up, so that the number in the message is one that works.
-        least = math.ceil(1000 * (min(self.line) + shift) / GIB) / 1000
+        least = math.ceil(1000 * (self.states[-1].outcome.peak_bytes + shift) / GIB) / 1000
         return ConfigError(
             f"recompute.budget_gib = {budget_gib:g}, the least this model and batch can do with "
             f"is {least:.3f}; raise it, or use smaller micro-batches"
@@ -249,65 +264,58 @@ class _Fit:
 def _plan(
     units: Sequence[Unit],
     costs: ModelCosts,
-    first: Sequence[Choice],
-    walk: Sequence[Step],
-    line: Sequence[int],
+    states: Sequence[State],
+    count: int,
     shift: int,
     budget_gib: float,
 ) -> Plan:
-    chosen = _choices(first, walk)
-    rows = []
-    for unit, choice in zip(units, chosen, strict=True):
-        rows += _rows(unit, choice, costs)
+    first, last = (states[i].outcome.peak_bytes for i in (0, -1))
+    paid = states[count].outcome.ms - states[0].outcome.ms
     return Plan(
-        actions=_actions(units, first, walk),
-        rows=tuple(rows),
+        actions=_actions(units, states[count]),
+        rows=tuple(_rows(units, states[count], costs, paid)),
         budget_gib=budget_gib,
-        predicted_gib=(line[len(walk)] + shift) / GIB,
-        unconstrained_gib=(line[0] + shift) / GIB,
-        minimum_gib=(min(line) + shift) / GIB,
-        ms_paid=sum(row.ms_paid for row in rows),
+        predicted_gib=(states[count].outcome.peak_bytes + shift) / GIB,
+        unconstrained_gib=(first + shift) / GIB,
+        minimum_gib=(last + shift) / GIB,
+        ms_paid=paid,
     )
 
 
-def _rows(unit: Unit, choice: Choice, costs: ModelCosts) -> list[Row]:
-    layer = costs.layers[unit.kind]
-    kept, ms = layer.keep.kept_bytes, layer.keep.ms
-    rows = []
-    for part, action in choice.actions:
-        cost = layer.actions.get((part, action))
-        if cost is None:
-            continue
-        saved, paid = layer.saved_bytes(cost), layer.paid_ms(cost)
-        kept, ms = kept - saved, ms + paid
-        rows.append(
-            Row(layer=unit.name, site=part, action=action, gib_saved=saved / GIB, ms_paid=paid)
-        )
-    for part, action in choice.actions:
-        if action == OFFLOAD:
-            saved, paid = kept - choice.cost.kept_bytes, choice.cost.ms - ms
-            rows.append(
-                Row(layer=unit.name, site=part, action=action, gib_saved=saved / GIB, ms_paid=paid)
-            )
-    return rows
+def _rows(units: Sequence[Unit], state: State, costs: ModelCosts, paid_ms: float) -> list[Row]:
+    """What each site does; layers that offload share what is not paid for making things again."""
+    found: list[tuple[str, str, str, int, float]] = []
+    moving: list[tuple[str, str, int]] = []
+    for unit, choice in zip(units, state.choices, strict=True):
+        layer = costs.layers[unit.kind]
+        for part, action in choice.actions:
+            cost = layer.actions.get((part, action))
+            if cost is not None:
+                found.append(
+                    (unit.name, part, action, layer.saved_bytes(cost), layer.paid_ms(cost))
+                )
+            elif action == OFFLOAD:
+                moving.append((unit.name, part, choice.moved_bytes))
+    rest = paid_ms - sum(ms for *_, ms in found)
+    moved = sum(size for *_, size in moving)
+    found += [(name, part, OFFLOAD, size, rest * size / moved) for name, part, size in moving]
+    found.sort(key=lambda row: [unit.name for unit in units].index(row[0]))
+    return [
+        Row(layer=layer, site=site, action=action, gib_saved=saved / GIB, ms_paid=ms)
+        for layer, site, action, saved, ms in found
+    ]
 
 
-def _choices(first: Sequence[Choice], walk: Sequence[Step]) -> list[Choice]:
-    current = list(first)
-    for step in walk:
-        current[step.unit] = step.choice
-    return current
-
-
-def _actions(
-    units: Sequence[Unit], first: Sequence[Choice], walk: Sequence[Step]
-) -> dict[str, str]:
-    names = {unit.name: {site.part: site.name for site in unit.sites} for unit in units}
-    return {
-        names[unit.name][part]: action
-        for unit, choice in zip(units, _choices(first, walk), strict=True)
-        for part, action in choice.actions
-    }
+def _actions(units: Sequence[Unit], state: State) -> dict[str, str]:
+    """By site; an offload with its times."""
+    found = {}
+    times = zip(units, state.choices, state.outcome.leave, state.outcome.back, strict=True)
+    for i, (unit, choice, leave, back) in enumerate(times):
+        names = {site.part: site.name for site in unit.sites}
+        for part, action in choice.actions:
+            timed = f"{OFFLOAD}:{leave - i}:{back - i}" if action == OFFLOAD else action
+            found[names[part]] = timed
+    return found
 
 
 def _allow_variants(units: Sequence[Unit], actions: Mapping[str, str]) -> None:

@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from slipstream.errors import ConfigError
-
-OFFLOAD = "offload"
-"""The action that moves what all parts of a module keep to the host."""
+from slipstream.nn.site import OFFLOAD, knows
+from slipstream.nn.site import Site as SiteModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +64,8 @@ def find_units(model: nn.Module) -> list[Unit]:
     for name, module in modules.items():
         actions = getattr(module, "recompute_actions", None)
         if isinstance(actions, tuple) and isinstance(getattr(module, "recompute", None), str):
+            if _in_graph(module, model):
+                actions = tuple(action for action in actions if action != OFFLOAD)
             unit = _unit_of(name, modules)
             part = name[len(unit) :].removeprefix(".")
             grouped.setdefault(unit, []).append(Site(name=name, part=part, actions=actions))
@@ -79,6 +80,13 @@ def find_units(model: nn.Module) -> list[Unit]:
     ]
 
 
+def _in_graph(module: nn.Module, model: nn.Module) -> bool:
+    """Whether the compiler sees all of a module, so that it cannot offload."""
+    whole = model._compiled_call_impl is not None
+    # Layers of ours offload around what is compiled.
+    return whole or (module._compiled_call_impl is not None and not isinstance(module, SiteModule))
+
+
 def set_actions(model: nn.Module, actions: Mapping[str, str]) -> None:
     """Give the sites named their actions; ConfigError for one that does not exist."""
     modules = dict(model.named_modules())
@@ -88,7 +96,7 @@ def set_actions(model: nn.Module, actions: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"recompute: the model has no site {name!r}; the plan is of another model"
             )
-        if action not in offered:
+        if not knows(action, offered):
             raise ConfigError(f"recompute: {name} cannot {action!r}, use {', '.join(offered)}")
     for name, action in actions.items():
         modules[name].recompute = action  # type: ignore[assignment]

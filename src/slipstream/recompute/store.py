@@ -12,14 +12,16 @@ import os
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 import slipstream
 from slipstream.hw import describe
-from slipstream.recompute.cost import Cost, LayerCosts
+from slipstream.recompute.cost import Cost, LayerCosts, Link
 
-FORMAT = 1
+FORMAT = 2
+Kind = TypeVar("Kind", LayerCosts, Link)
 
 
 def key(device: torch.device, kind: str, shapes: str) -> str:
@@ -29,24 +31,22 @@ def key(device: torch.device, kind: str, shapes: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def read(name: str) -> LayerCosts | None:
+def read(name: str, kind: type[Kind]) -> Kind | None:
     """Costs measured before, if there are any."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         values = json.loads((folder() / f"{name}.json").read_text(encoding="utf-8"))
-        offload = values["offload"]
-        return LayerCosts(
-            keep=Cost(**values["keep"]),
-            actions={(part, action): Cost(**cost) for part, action, cost in values["actions"]},
-            offload=None if offload is None else Cost(**offload),
-            offloaded_bytes=values["offloaded_bytes"],
-        )
+        if kind is LayerCosts:
+            actions = {(part, action): Cost(**cost) for part, action, cost in values["actions"]}
+            values |= {"keep": Cost(**values["keep"]), "actions": actions}
+        return kind(**values)
     return None
 
 
-def write(name: str, costs: LayerCosts) -> None:
+def write(name: str, costs: LayerCosts | Link) -> None:
     """Keep ``costs`` for the next run."""
-    actions = [[*place, dataclasses.asdict(cost)] for place, cost in costs.actions.items()]
-    values = dataclasses.asdict(dataclasses.replace(costs, actions={})) | {"actions": actions}
+    values = dataclasses.asdict(costs)
+    if isinstance(costs, LayerCosts):
+        values["actions"] = [[*place, cost] for place, cost in values["actions"].items()]
     with suppress(OSError):
         folder().mkdir(parents=True, exist_ok=True)
         part = folder() / f"{name}.{os.getpid()}.part"

@@ -78,6 +78,8 @@ def _decide(config: RunConfig, model: Transformer, ranks: Ranks) -> Plan:
             model,
             _sample(config, ranks),
             settings.budget_gib,
+            # A recorded graph has no copies to the host.
+            offload=not config.train.cuda_graph,
             accumulate=0 < config.train.micro_batch < config.sequences_per_step // ranks.world,
         )
     finally:
