@@ -206,3 +206,12 @@ def test_a_draw_of_small_numbers_counts_as_the_first_ones_do() -> None:
     wrong = [eager[0], {"y": eager[1]["y"].clone()}]
     wrong[1]["y"][0] += 2.0**-10 * 1e-5
     assert compare_draws(wrong, eager, truth, torch.float32, together=1).problems
+
+
+def test_the_mean_of_few_numbers_may_be_luck_too() -> None:
+    for numbers, luck in ((1, True), (64, False)):
+        truth = {"y": torch.ones(numbers, dtype=torch.float64)}
+        eager = {"y": torch.ones(numbers)}
+        found = compare_draws([{"y": eager["y"] + 2e-7}], [eager], [truth], torch.float32)
+        assert {figure.kind for figure in found.figures if not figure.passed} == {"max", "rms"}
+        assert found.may_be_luck == luck

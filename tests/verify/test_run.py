@@ -138,7 +138,7 @@ def test_the_certificate_holds_every_figure_as_valid_json():
 
 def test_nan_in_a_certificate_is_text_and_the_worst():
     figures = [
-        Figure(tensor="y", kind="max", error=error, allowed=1.0) for error in (0.5, math.nan, 2.0)
+        Figure(tensor="y", kind="max", error=error, allowed=1.0, numbers=9) for error in (0.5, math.nan, 2.0)
     ]
     outcome = Outcome(case="c", check="budget", verdict="fail", figures=tuple(figures))
     row = Row(op="o", implementation="i", dtype="fp32", verdict="fail", outcomes=(outcome,))
@@ -154,7 +154,7 @@ def test_nan_in_a_certificate_is_text_and_the_worst():
     [(0.0, 0.0, 0.0, True), (1.0, 2.0, 0.5, True), (1.0, 0.0, math.inf, False)],
 )
 def test_ratio_of_a_figure(error, allowed, ratio, ok):
-    figure = Figure(tensor="y", kind="max", error=error, allowed=allowed)
+    figure = Figure(tensor="y", kind="max", error=error, allowed=allowed, numbers=9)
     assert (figure.ratio, figure.passed) == (ratio, ok)
 
 

@@ -9,6 +9,7 @@ halves of rows of ``2F``. NaN goes through every function.
 import triton
 import triton.language as tl
 
+from slipstream.ops.elementary import exponential
 from slipstream.ops.triton_support import interpreting
 
 ALL = tl.constexpr(tl.PropagateNan.ALL)
@@ -88,7 +89,8 @@ def sigmoid_16_bit(x):
 @triton.jit
 def sigmoid_pair(x):
     """``sigmoid(x)`` and ``1 - sigmoid(x)``, neither of them as a difference that loses digits."""
-    small = tl.sigmoid(-tl.abs(x))
+    power = exponential(-tl.abs(x))
+    small = tl.div_rn(power, 1.0 + power)
     return tl.where(x < 0, small, 1 - small), tl.where(x < 0, 1 - small, small)
 
 
@@ -122,7 +124,7 @@ def gate_function(gate, alpha, ACTIVATION: tl.constexpr):
         below = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
         value = gate * below
         # Spelled out: a sum of two products is rounded in one of two ways, as the compiler likes.
-        slope = tl.fma(gate * 0.3989422804014327, tl.exp(-0.5 * gate * gate), below)
+        slope = tl.fma(gate * 0.3989422804014327, exponential(-0.5 * gate * gate), below)
     elif ACTIVATION == "gelu_16_bit":
         value, slope = gelu_16_bit(gate)
     elif ACTIVATION == "gelu_tanh_16_bit":

@@ -7,6 +7,8 @@ and of its row's saved maximum and sum, so that they are bitwise those of the ch
 import triton
 import triton.language as tl
 
+from slipstream.ops.elementary import exponential
+
 LOWEST = tl.constexpr(-(2**63))
 LOWEST_32 = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**63 - 1)
@@ -17,16 +19,17 @@ TINY = tl.constexpr(2.0**-126)
 def scores_of(logits, largest, total, SCORE: tl.constexpr):
     """Gate scores in fp32; ``largest`` and ``total`` of the row, as ``stats_of`` gives them."""
     if SCORE == "softmax":
-        return tl.div_rn(tl.exp(logits - largest), total)
+        return tl.div_rn(exponential(logits - largest), total)
     else:
-        return tl.div_rn(tl.full(logits.shape, 1.0, tl.float32), 1.0 + tl.exp(-logits))
+        small = exponential(-tl.abs(logits))
+        return tl.div_rn(tl.where(logits < 0, small, 1.0), 1.0 + small)
 
 
 @triton.jit
 def stats_of(logits_TE):
     """The maximum of each row, and the sum of ``exp(logit - maximum)``."""
     largest_T = tl.max(logits_TE, axis=1)
-    return largest_T, tl.sum(tl.exp(logits_TE - largest_T[:, None]), axis=1)
+    return largest_T, tl.sum(exponential(logits_TE - largest_T[:, None]), axis=1)
 
 
 @triton.jit
