@@ -12,7 +12,7 @@ from slipstream.errors import ShapeError
 from slipstream.ops import dispatch, linear_cross_entropy, linear_cross_entropy_sums, token_losses
 from slipstream.ops.linear_cross_entropy import chunked, chunks, launch, tuned
 from slipstream.ops.triton_support import interpreting
-from tests.budget import assert_budget
+from tests.budget import Draws, assert_budget, assert_within
 from tests.ops.compiling import assert_compiles
 from tests.ops.implementations import ONE, cases, fast, forced, runnable
 
@@ -471,6 +471,71 @@ def test_fp64_is_served_by_the_reference_and_the_rest_by_the_fastest_that_runs()
     for dtype in (torch.float64, torch.float32):
         token_losses(torch.ones(2, 3, dtype=dtype), torch.ones(4, 3, dtype=dtype), torch.arange(2))
     assert dispatch.counts() == {(OP, "reference"): 1, (OP, runnable(OP)[0]): 1}
+
+
+def _sure(offset: float = 0.0) -> dict[str, torch.Tensor]:
+    """One logit far above the rest, of which few count: any order of their sum is as good.
+
+    Products with 0 and a power of two are exact: what is wrong is wrong in the loss.
+    """
+    w_VD = torch.randn(33, 8)
+    w_VD[7] = 17 + torch.rand(8)
+    w_VD[9:] -= 60
+    return {"x": torch.cat([torch.eye(8), torch.eye(8) / 2]), "w": w_VD + offset}
+
+
+@pytest.mark.parametrize("implementation", fast(OP))
+@pytest.mark.parametrize("call", ["sums", "none", "lse"])
+@pytest.mark.parametrize("name", ["plain", "softcap"])
+def test_a_token_the_model_is_sure_of_has_an_exact_gradient(name, call, implementation, blocks):
+    """The logsumexp is nearly the largest logit, and its rounding would be that of a gradient."""
+    targets_T, softcap = torch.full((16,), 3), 30.0 if name == "softcap" else None
+
+    def ours(x, w):
+        with forced(OP, implementation):
+            if call == "sums":
+                return linear_cross_entropy_sums(x, w, targets_T, softcap=softcap)[0]
+            return token_losses(x, w, targets_T, softcap=softcap)[call == "lse"]
+
+    def stock(x, w):
+        loss_T, lse_T = _stock(x, w, targets_T, softcap=softcap)
+        return {"sums": loss_T.sum(), "none": loss_T, "lse": lse_T}[call]
+
+    assert_budget(ours, stock, Draws(_sure, 4), torch.float32)
+
+
+@pytest.mark.parametrize("implementation", fast(OP))
+@pytest.mark.parametrize("offset", [0.0, -100.0])
+@pytest.mark.parametrize("name", ["plain", "smoothing", "softcap"])
+def test_the_loss_of_a_right_and_sure_token_is_exact(name, offset, implementation, blocks):
+    """It is far smaller than the rounding of the logsumexp, or of logits with an offset."""
+    options = {"softcap": 30.0} if name == "softcap" else OPTIONS[name]
+    draws = [_sure(offset).values() for _ in range(4)]
+
+    def losses(call, dtype):
+        runs = [call(x.to(dtype), w.to(dtype), torch.full((16,), 7), **options) for x, w in draws]
+        return {"loss": torch.cat([loss_T for loss_T, _ in runs])}
+
+    eager, truth = losses(_stock, torch.float32), losses(_stock, torch.float64)
+    with forced(OP, implementation):
+        assert_within(losses(token_losses, torch.float32), eager, truth, torch.float32)
+
+
+@pytest.mark.parametrize("implementation", fast(OP))
+@pytest.mark.parametrize("size", [0.01, 1.0, 10.0, 40.0])
+def test_a_wide_softcap_keeps_the_digits_of_logits(size, implementation):
+    targets_T = torch.randint(0, V, (16,))
+
+    def inputs():
+        return {"x": torch.randn(16, 1).sign(), "w": size * torch.randn(V, 1)}
+
+    with forced(OP, implementation):
+        assert_budget(
+            lambda x, w: token_losses(x, w, targets_T, softcap=30.0),
+            lambda x, w: _stock(x, w, targets_T, softcap=30.0),
+            Draws(inputs, 16),
+            torch.float32,
+        )
 
 
 @pytest.mark.parametrize("implementation", fast(OP))

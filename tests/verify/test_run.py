@@ -138,7 +138,8 @@ def test_the_certificate_holds_every_figure_as_valid_json():
 
 def test_nan_in_a_certificate_is_text_and_the_worst():
     figures = [
-        Figure(tensor="y", kind="max", error=error, allowed=1.0, numbers=9) for error in (0.5, math.nan, 2.0)
+        Figure(tensor="y", kind="max", error=error, allowed=1.0, numbers=9)
+        for error in (0.5, math.nan, 2.0)
     ]
     outcome = Outcome(case="c", check="budget", verdict="fail", figures=tuple(figures))
     row = Row(op="o", implementation="i", dtype="fp32", verdict="fail", outcomes=(outcome,))

@@ -274,9 +274,7 @@ def _compare(
     for kind, size in (("max", _largest), ("rms", _rms)):
         allowed = FACTOR * size(eager - truth) + unit * size(truth)
         error = size(actual - truth)
-        figure = Figure(
-            tensor=name, kind=kind, error=error, allowed=allowed, numbers=truth.numel()
-        )
+        figure = Figure(tensor=name, kind=kind, error=error, allowed=allowed, numbers=truth.numel())
         found.figures.append(figure)
         if problem is None and not figure.passed:
             problem = f"{kind} error {figure.error:.3e}, allowed {figure.allowed:.3e}"

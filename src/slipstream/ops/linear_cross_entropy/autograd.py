@@ -16,8 +16,8 @@ from slipstream.ops.linear_cross_entropy.options import LossOptions, Sums, sums_
 
 _T = torch.Tensor
 Tokens = tuple[_T, _T]
-Made = tuple[_T, _T, _T, _T, _T, _T, _T]
-"""objective, nll, z, tokens, logsumexp, and the gradients of x and w."""
+Made = tuple[_T, _T, _T, _T, _T, _T]
+"""objective, nll, z, tokens, and the gradients of x and w."""
 
 
 def loss_triton(
@@ -60,12 +60,12 @@ class _Sums(torch.autograd.Function):
         options: LossOptions,
         accumulate: torch.Tensor | None,
     ) -> Sums:
-        objective, nll, z, tokens, lse_T, dx_TD, dw_VD = linear_cross_entropy_gradients(
+        objective, nll, z, tokens, *made = linear_cross_entropy_gradients(
             x_TD, w_VD, targets_T, *_plain(options), options.z_loss, *ctx.needs_input_grad[:2]
         )
-        ctx.save_for_backward(x_TD, w_VD, targets_T, lse_T)
+        ctx.save_for_backward(x_TD, w_VD, targets_T)
         # No saved tensors: handed out and changed in place, which these must not be.
-        ctx.made = dx_TD, dw_VD
+        ctx.made = made
         ctx.options, ctx.accumulate, ctx.dtype = options, accumulate, w_VD.dtype
         ctx.mark_non_differentiable(nll, z, tokens)
         return objective, nll, z, tokens
@@ -75,12 +75,10 @@ class _Sums(torch.autograd.Function):
     # once_differentiable's own type hides the parameter names.
     # pyrefly: ignore[bad-override]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        made, ctx.made = ctx.made, None
-        if made is None:
-            return (*_again(ctx, grads[0]), None, None, None)
         from slipstream.ops.linear_cross_entropy.launch import scale_launch  # noqa: PLC0415
 
-        (dx_TD, dw_VD), (need_x, need_w) = made, ctx.needs_input_grad[:2]
+        made, ctx.made = ctx.made, None
+        (dx_TD, dw_VD), (need_x, need_w) = made or _again(ctx), ctx.needs_input_grad[:2]
         factor = grads[0].contiguous()
         with torch.cuda.device_of(dx_TD):
             dx_TD = scale_launch(dx_TD, dx_TD, factor) if need_x else None
@@ -94,14 +92,14 @@ class _Sums(torch.autograd.Function):
             return dx_TD, scale_launch(dw_VD, out_VD, factor), None, None, None
 
 
-def _again(ctx: Any, dobjective: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of the sums from the saved inputs."""
-    x_TD, w_VD, targets_T, lse_T = ctx.saved_tensors
-    dloss_T = dobjective.expand(len(x_TD)).contiguous()
-    kept_T = targets_T != ctx.options.ignore_index
-    dlse_T = (2 * ctx.options.z_loss * dobjective * lse_T).where(kept_T, 0.0)
-    saved = x_TD, w_VD, targets_T, lse_T
-    return _backward(saved, dloss_T, dlse_T, ctx.options, ctx.needs_input_grad, ctx.accumulate)
+def _again(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients that forward made, from the saved inputs."""
+    tensors, options = ctx.saved_tensors, ctx.options
+    with _no_autocast(tensors[0]):
+        *_, dx_TD, dw_VD = linear_cross_entropy_gradients(
+            *tensors, *_plain(options), options.z_loss, *ctx.needs_input_grad[:2]
+        )
+    return dx_TD, dw_VD
 
 
 class _CompiledSums(torch.autograd.Function):
@@ -115,7 +113,7 @@ class _CompiledSums(torch.autograd.Function):
         targets_T: torch.Tensor,
         options: LossOptions,
     ) -> Sums:
-        objective, nll, z, tokens, _, dx_TD, dw_VD = linear_cross_entropy_gradients(
+        objective, nll, z, tokens, dx_TD, dw_VD = linear_cross_entropy_gradients(
             x_TD, w_VD, targets_T, *_plain(options), options.z_loss, *ctx.needs_input_grad[:2]
         )
         ctx.save_for_backward(dx_TD, dw_VD)
@@ -146,8 +144,10 @@ class _Tokens(torch.autograd.Function):
         options: LossOptions,
         accumulate: torch.Tensor | None,
     ) -> Tokens:
-        loss_T, lse_T = linear_cross_entropy_tokens(x_TD, w_VD, targets_T, *_plain(options))
-        ctx.save_for_backward(x_TD, w_VD, targets_T, lse_T)
+        loss_T, lse_T, softmax_2T = linear_cross_entropy_tokens(
+            x_TD, w_VD, targets_T, *_plain(options)
+        )
+        ctx.save_for_backward(x_TD, w_VD, targets_T, softmax_2T)
         ctx.options, ctx.accumulate = options, accumulate
         return loss_T, lse_T
 
@@ -171,8 +171,8 @@ def _backward(
     accumulate: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     need_x, need_w = needed[:2]
-    x_TD, w_VD, targets_T, lse_T = saved
-    arguments = x_TD, w_VD, targets_T, lse_T, dloss_T, dlse_T
+    x_TD, w_VD, targets_T, softmax_2T = saved
+    arguments = x_TD, w_VD, targets_T, softmax_2T, dloss_T, dlse_T
     if accumulate is not None:
         from slipstream.ops.linear_cross_entropy.launch import backward_launch  # noqa: PLC0415
 
@@ -208,8 +208,8 @@ def linear_cross_entropy_tokens(
     ignore_index: int,
     label_smoothing: float,
     softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss (0 where ignored) and logsumexp of every token, fp32."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss (0 where ignored) and logsumexp of every token, fp32, and what backward reads."""
     from slipstream.ops.linear_cross_entropy.launch import forward_launch  # noqa: PLC0415
 
     options = _options(ignore_index, label_smoothing, softcap)
@@ -218,9 +218,9 @@ def linear_cross_entropy_tokens(
 
 
 @linear_cross_entropy_tokens.register_fake
-def _(x_TD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x_TD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     loss_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
-    return loss_T, torch.empty_like(loss_T)
+    return loss_T, torch.empty_like(loss_T), loss_T.new_empty(2, x_TD.shape[0])
 
 
 @custom_op("linear_cross_entropy_gradients")
@@ -235,13 +235,13 @@ def linear_cross_entropy_gradients(
     need_x: bool,
     need_w: bool,
 ) -> Made:
-    """The four sums, logsumexp, and the gradients of the objective, that of w in fp32."""
+    """The four sums and the gradients of the objective, that of w in fp32."""
     from slipstream.ops.linear_cross_entropy.launch import gradients_launch  # noqa: PLC0415
 
     options = _options(ignore_index, label_smoothing, softcap, z_loss)
     with torch.cuda.device_of(x_TD):
-        sums, lse_T, dx_TD, dw_VD = gradients_launch(x_TD, w_VD, targets_T, options, need_x, need_w)
-    return (*sums, lse_T, dx_TD, dw_VD)
+        sums, dx_TD, dw_VD = gradients_launch(x_TD, w_VD, targets_T, options, need_x, need_w)
+    return (*sums, dx_TD, dw_VD)
 
 
 @linear_cross_entropy_gradients.register_fake
@@ -257,10 +257,9 @@ def _(
     need_w: bool,
 ) -> Made:
     objective, nll, z = (x_TD.new_empty((), dtype=torch.float32) for _ in range(3))
-    lse_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
     dx_TD = x_TD.new_empty(x_TD.shape if need_x else (0,))
     dw_VD = w_VD.new_empty(w_VD.shape if need_w else (0,), dtype=torch.float32)
-    return objective, nll, z, targets_T.new_empty(()), lse_T, dx_TD, dw_VD
+    return objective, nll, z, targets_T.new_empty(()), dx_TD, dw_VD
 
 
 @custom_op("linear_cross_entropy_backward")
@@ -268,7 +267,7 @@ def linear_cross_entropy_backward(
     x_TD: torch.Tensor,
     w_VD: torch.Tensor,
     targets_T: torch.Tensor,
-    lse_T: torch.Tensor,
+    softmax_2T: torch.Tensor,
     dloss_T: torch.Tensor,
     dlse_T: torch.Tensor,
     ignore_index: int,
@@ -283,7 +282,7 @@ def linear_cross_entropy_backward(
     options = _options(ignore_index, label_smoothing, softcap)
     with torch.cuda.device_of(x_TD), _no_autocast(x_TD):
         dx_TD, dw_VD = backward_launch(
-            x_TD, w_VD, targets_T, lse_T, dloss_T, dlse_T, options, need_x, need_w
+            x_TD, w_VD, targets_T, softmax_2T, dloss_T, dlse_T, options, need_x, need_w
         )
     return dx_TD, dw_VD.to(w_VD.dtype)
 

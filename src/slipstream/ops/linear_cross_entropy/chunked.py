@@ -1,8 +1,7 @@
 """The op in plain PyTorch, chunk by chunk: what runs where Triton's kernels do not.
 
-Forward keeps the logsumexp of each token; backward recomputes a chunk's logits from it, so any
-gradient of the per-token losses is served. The weight gradient is accumulated in fp32 over chunks.
-Derivation in README.md.
+Backward computes a chunk's logits and their softmax again, so any gradient of the per-token losses
+is served. The weight gradient is accumulated in fp32 over chunks. Derivation in README.md.
 """
 
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ class _TokenLosses(torch.autograd.Function):
         empty = x_TD.new_zeros(0, dtype=torch.float32)
         loss_T = torch.cat(losses) if losses else empty
         lse_T = torch.cat(lses) if lses else empty.clone()
-        ctx.save_for_backward(x_TD, w_VD, targets_T, lse_T)
+        ctx.save_for_backward(x_TD, w_VD, targets_T)
         ctx.options, ctx.accumulate = options, accumulate
         return loss_T, lse_T
 
@@ -69,14 +68,13 @@ class _TokenLosses(torch.autograd.Function):
     # pyrefly: ignore[bad-override]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         dloss_T, dlse_T = grads
-        x_TD, w_VD, targets_T, lse_T = ctx.saved_tensors
+        x_TD, w_VD, targets_T = ctx.saved_tensors
         w, options = w_VD.to(x_TD.dtype), ctx.options
         dxs, dw_VD = [], ctx.accumulate
         if dw_VD is None:
             dw_VD = torch.zeros_like(w_VD, dtype=torch.float32)
-        rows = _chunks(options.tokens, x_TD, targets_T, lse_T, dloss_T, dlse_T)
-        for x, targets, lse, dloss, dlse in rows:
-            dlogits = _dlogits_chunk(x, w, targets, lse, dloss, dlse, options.loss).to(x.dtype)
+        for x, targets, dloss, dlse in _chunks(options.tokens, x_TD, targets_T, dloss_T, dlse_T):
+            dlogits = _dlogits_chunk(x, w, targets, dloss, dlse, options.loss).to(x.dtype)
             dxs.append(dlogits @ w)
             dw_VD += dlogits.T @ x
         dx_TD = torch.cat(dxs) if dxs else torch.zeros_like(x_TD)
@@ -88,42 +86,51 @@ def _chunks(size: int, *tensors: torch.Tensor) -> Any:
     return zip(*(t.split(size) for t in tensors if t.shape[0]), strict=True)
 
 
-def _logits(x: torch.Tensor, w: torch.Tensor, softcap: float | None) -> torch.Tensor:
+def _logits(
+    x: torch.Tensor, w: torch.Tensor, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits in fp32, and the tanh they are made of where they are capped."""
     logits = (x @ w.T).float()
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    if softcap is None:
+        return logits, None
+    tanh = torch.tanh(logits / softcap)
+    return softcap * tanh, tanh
 
 
 def _forward_chunk(
     x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, options: LossOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = _logits(x, w, options.softcap)
-    lse = torch.logsumexp(logits, dim=-1)
+    logits, _ = _logits(x, w, options.softcap)
+    highest = logits.amax(-1, keepdim=True)
+    less = logits - highest
     kept = targets != options.ignore_index
-    picked = logits.gather(1, targets.where(kept, 0)[:, None])[:, 0]
+    picked = less.gather(1, targets.where(kept, 0)[:, None])[:, 0]
     smooth = options.label_smoothing
-    loss = lse - (1 - smooth) * picked
+    wanted = (1 - smooth) * picked
     if smooth:
-        loss = loss - smooth * logits.mean(-1)
-    return loss.where(kept, 0.0), lse
+        wanted = wanted + smooth * less.mean(-1)
+    log_total = less.exp_().sum(-1).log()
+    # lse - logits would have the rounding of lse, which may be far larger than the loss.
+    return (log_total - wanted).where(kept, 0.0), highest[:, 0] + log_total
 
 
 def _dlogits_chunk(
     x: torch.Tensor,
     w: torch.Tensor,
     targets: torch.Tensor,
-    lse: torch.Tensor,
     dloss: torch.Tensor,
     dlse: torch.Tensor,
     options: LossOptions,
 ) -> torch.Tensor:
-    logits = _logits(x, w, options.softcap)
+    logits, tanh = _logits(x, w, options.softcap)
     kept = targets != options.ignore_index
     dloss, smooth = dloss.where(kept, 0.0), options.label_smoothing
-    dlogits = torch.exp(logits - lse[:, None]) * (dloss + dlse)[:, None]
+    # exp(logits - lse) would have the rounding of lse, relative to a probability of nearly 1.
+    dlogits = logits.softmax(-1).mul_((dloss + dlse)[:, None])
     if smooth:
         dlogits -= (smooth / w.shape[0] * dloss)[:, None]
     index = targets.where(kept, 0)[:, None]
     dlogits.scatter_add_(1, index, -(1 - smooth) * dloss[:, None])
-    if options.softcap is not None:
-        dlogits *= 1 - (logits / options.softcap).square()
+    if tanh is not None:
+        dlogits *= 1 - tanh.square()
     return dlogits

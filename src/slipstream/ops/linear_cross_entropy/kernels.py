@@ -8,22 +8,51 @@ is not the ignored one makes the loss and the gradient of its token NaN.
 import triton
 import triton.language as tl
 
+from slipstream.ops.activation.kernels import power_of_2, reciprocal
+from slipstream.ops.elementary import exponential
+
 
 @triton.jit
 def _tanh(x):
-    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    """Hyperbolic tangent, within two units in the last place also where it is small."""
+    size = tl.abs(x)
+    # 1 - 2 / (1 + exp(2x)) has no digits left of a small x: there x + x^3 P(x^2), P minimax by
+    # Lawson's iteration, relative error 2.8e-9.
+    square = x * x
+    series = 0.020795971155166626 - 0.005895158275961876 * square
+    series = -0.33333298563957214 + square * (
+        0.13331924378871918 + square * (-0.053783830255270004 + square * series)
+    )
+    large = 1.0 - 2.0 * reciprocal(1.0 + power_of_2(2.8853900817779268 * size))
+    return tl.where(size < 0.6, x + x * square * series, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def _capped(z, softcap, CAPPED: tl.constexpr):
+    """Logits in units of softcap, where there is one: their tanh."""
+    if CAPPED:
+        return _tanh(z * tl.div_rn(1.0, softcap))
+    else:
+        return z
+
+
+@triton.jit
+def _between(u, v, softcap, CAPPED: tl.constexpr):
+    """``u - v`` of capped values as logits: the difference first, which is exact if it is small."""
+    if CAPPED:
+        return softcap * (u - v)
+    else:
+        return u - v
 
 
 @triton.jit
 def _logits(row_ptr, c, softcap, CAPPED: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of a row in fp32, softcap applied."""
+    """A block of a row in fp32, capped."""
     if STRIDE % BLOCK == 0:
         z = tl.load(row_ptr + c).to(tl.float32)
     else:
         z = tl.load(row_ptr + c, mask=c < STRIDE, other=0.0).to(tl.float32)
-    if CAPPED:
-        z = softcap * _tanh(z / softcap)
-    return z
+    return _capped(z, softcap, CAPPED)
 
 
 @triton.jit
@@ -37,48 +66,70 @@ def _inside(z, c, first, other, V: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _exp(x, dtype: tl.constexpr):
+    """``exp(x)``; exact to the last place where logits are fp32, which costs a few instructions."""
+    if dtype == tl.float32:
+        return exponential(x)
+    else:
+        return tl.exp(x)
+
+
+@triton.jit
 def _statistics(
     row_ptr, softcap,
     CAPPED: tl.constexpr, MEAN: tl.constexpr,
     V: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """logsumexp of a row in one pass, and the mean of its logits where MEAN."""
+    """Highest capped logit of a row, ``sum exp(z - highest)``, and its distance to their mean.
+
+    All in one pass; without MEAN the distance is 0.
+    """
     highest = -float("inf")
+    origin = 0.0
     total = tl.zeros((BLOCK,), tl.float32)
-    plain = tl.zeros((BLOCK,), tl.float32)
+    beyond = tl.zeros((BLOCK,), tl.float32)
     for first in tl.range(0, V, BLOCK, num_stages=STAGES):
         c = first + tl.arange(0, BLOCK)
         z = _logits(row_ptr, c, softcap, CAPPED, STRIDE, BLOCK)
-        if MEAN:
-            plain += _inside(z, c, first, 0.0, V, BLOCK)
         z = _inside(z, c, first, -float("inf"), V, BLOCK)
         higher = tl.maximum(highest, tl.max(z, axis=0))
-        total = total * tl.exp(highest - higher) + tl.exp(z - higher)
+        if MEAN:
+            # Sums of logits that have an offset in common would be rounded by its size.
+            origin = tl.where(first == 0, higher, origin)
+            beyond += _inside(z - origin, c, first, 0.0, V, BLOCK)
+        moved = _exp(_between(highest, higher, softcap, CAPPED), row_ptr.dtype.element_ty)
+        power = _exp(_between(z, higher, softcap, CAPPED), row_ptr.dtype.element_ty)
+        total = total * moved + power
         highest = higher
-    lse = highest + tl.log(tl.sum(total, axis=0))
-    return lse, tl.sum(plain, axis=0) / V
+    below = 0.0
+    if MEAN:
+        below = _between(highest - origin, tl.sum(beyond, axis=0) / V, softcap, CAPPED)
+    return highest, tl.sum(total, axis=0), below
 
 
 @triton.jit
 def _overwrite(
-    row_ptr, y, lse, dloss, dlse, smoothing, softcap,
+    row_ptr, y, highest, factor, dloss, smoothing, softcap,
     CAPPED: tl.constexpr, MEAN: tl.constexpr,
     V: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a row become their gradient, last block first: it was read last, so L2 has it."""
+    """Logits of a row become their gradient, last block first: it was read last, so L2 has it.
+
+    ``factor * exp(z - highest)``: the probability times the gradients of loss and logsumexp.
+    """
     BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
     for block in tl.range(0, BLOCKS, num_stages=STAGES):
         first = (BLOCKS - 1 - block) * BLOCK
         c = first + tl.arange(0, BLOCK)
         z = _logits(row_ptr, c, softcap, CAPPED, STRIDE, BLOCK)
         z = _inside(z, c, first, 0.0, V, BLOCK)
-        dz = tl.exp(z - lse) * (dloss + dlse)
+        dz = _exp(_between(z, highest, softcap, CAPPED), row_ptr.dtype.element_ty) * factor
         if MEAN:
             dz -= smoothing / V * dloss
         if (y >= first) & (y < first + BLOCK):
             dz -= tl.where(c == y, (1.0 - smoothing) * dloss, 0.0)
         if CAPPED:
-            dz *= 1.0 - (z / softcap) * (z / softcap)
+            dz *= 1.0 - z * z
         if STRIDE % BLOCK == 0:
             tl.store(row_ptr + c, dz.to(row_ptr.dtype.element_ty))
         else:
@@ -94,35 +145,37 @@ def _zeros(row_ptr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _loss(
-    row_ptr, y, lse, mean, smoothing, softcap,
+    row_ptr, y, highest, log_total, below, smoothing, softcap,
     CAPPED: tl.constexpr, MEAN: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Cross entropy of a token that counts; NaN for a target that does not exist."""
     z = tl.load(row_ptr + y, mask=(y >= 0) & (y < V), other=float("nan")).to(tl.float32)
-    if CAPPED:
-        z = softcap * _tanh(z / softcap)
-    loss = lse - (1.0 - smoothing) * z
+    # lse - z would have the rounding of lse, which may be far larger than the loss.
+    missing = _between(highest, _capped(z, softcap, CAPPED), softcap, CAPPED)
     if MEAN:
-        loss -= smoothing * mean
-    return loss
+        missing = (1.0 - smoothing) * missing + smoothing * below
+    return log_total + missing
 
 
 @triton.jit(do_not_specialize=["ignored"])
 def linear_cross_entropy_fwd_kernel(
-    slab_ptr, targets_ptr, loss_ptr, lse_ptr, ignored, smoothing, softcap,
+    slab_ptr, targets_ptr, loss_ptr, lse_ptr, highest_ptr, total_ptr, ignored, smoothing, softcap,
     CAPPED: tl.constexpr, MEAN: tl.constexpr,
     V: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Loss (0 where ignored) and logsumexp of every row."""
+    """Loss (0 where ignored) and logsumexp of every row, and what backward makes of it."""
     row = tl.program_id(0)
     row_ptr = slab_ptr + row.to(tl.int64) * STRIDE
     y = tl.load(targets_ptr + row)
-    lse, mean = _statistics(row_ptr, softcap, CAPPED, MEAN, V, STRIDE, BLOCK, STAGES)
+    highest, total, below = _statistics(row_ptr, softcap, CAPPED, MEAN, V, STRIDE, BLOCK, STAGES)
+    log = tl.log(total)
     loss = 0.0
     if y != ignored:
-        loss = _loss(row_ptr, y, lse, mean, smoothing, softcap, CAPPED, MEAN, V)
+        loss = _loss(row_ptr, y, highest, log, below, smoothing, softcap, CAPPED, MEAN, V)
     tl.store(loss_ptr + row, loss)
-    tl.store(lse_ptr + row, lse)
+    tl.store(lse_ptr + row, _between(highest, 0.0, softcap, CAPPED) + log)
+    tl.store(highest_ptr + row, highest)
+    tl.store(total_ptr + row, total)
 
 
 @triton.jit(do_not_specialize=["ignored"])
@@ -133,23 +186,29 @@ def linear_cross_entropy_grad_kernel(
 ):  # fmt: skip
     """Loss and logsumexp, and logits become the gradient of ``loss + z_loss * lse^2``.
 
-    Ignored rows: loss 0, logsumexp inf (so that every probability is 0), zero gradient.
+    Ignored rows: loss and logsumexp 0, zero gradient.
     """
     row = tl.program_id(0)
     row_ptr = slab_ptr + row.to(tl.int64) * STRIDE
     y = tl.load(targets_ptr + row)
     loss = 0.0
-    lse = float("inf")
+    lse = 0.0
     if y == ignored:
         _zeros(row_ptr, STRIDE, BLOCK)
     else:
-        lse, mean = _statistics(row_ptr, softcap, CAPPED, MEAN, V, STRIDE, BLOCK, STAGES)
-        loss = _loss(row_ptr, y, lse, mean, smoothing, softcap, CAPPED, MEAN, V)
+        highest, total, below = _statistics(
+            row_ptr, softcap, CAPPED, MEAN, V, STRIDE, BLOCK, STAGES
+        )
+        log = tl.log(total)
+        lse = _between(highest, 0.0, softcap, CAPPED) + log
+        loss = _loss(row_ptr, y, highest, log, below, smoothing, softcap, CAPPED, MEAN, V)
         dloss = tl.where((y >= 0) & (y < V), 1.0, float("nan"))
+        # exp(z - lse) would have the rounding of lse, relative to a probability of nearly 1.
+        factor = tl.div_rn(dloss + 2.0 * z_loss * lse, total)
         # The target's logit is read before the row is overwritten.
         tl.debug_barrier()
         _overwrite(
-            row_ptr, y, lse, dloss, 2.0 * z_loss * lse, smoothing, softcap,
+            row_ptr, y, highest, factor, dloss, smoothing, softcap,
             CAPPED, MEAN, V, STRIDE, BLOCK, STAGES,
         )  # fmt: skip
     tl.store(loss_ptr + row, loss)
@@ -158,7 +217,7 @@ def linear_cross_entropy_grad_kernel(
 
 @triton.jit(do_not_specialize=["ignored"])
 def linear_cross_entropy_bwd_kernel(
-    slab_ptr, targets_ptr, lse_ptr, dloss_ptr, dlse_ptr, ignored, smoothing, softcap,
+    slab_ptr, targets_ptr, highest_ptr, total_ptr, dloss_ptr, dlse_ptr, ignored, smoothing, softcap,
     CAPPED: tl.constexpr, MEAN: tl.constexpr,
     V: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -174,8 +233,9 @@ def linear_cross_entropy_bwd_kernel(
     if (y == ignored) & (dlse == 0.0):
         _zeros(row_ptr, STRIDE, BLOCK)
     else:
+        factor = tl.div_rn(dloss + dlse, tl.load(total_ptr + row))
         _overwrite(
-            row_ptr, y, tl.load(lse_ptr + row), dloss, dlse, smoothing, softcap,
+            row_ptr, y, tl.load(highest_ptr + row), factor, dloss, smoothing, softcap,
             CAPPED, MEAN, V, STRIDE, BLOCK, STAGES,
         )  # fmt: skip
 

@@ -16,9 +16,14 @@ from slipstream.ops.triton_support import cdiv
 
 def forward_launch(
     x_TD: torch.Tensor, w_VD: torch.Tensor, targets_T: torch.Tensor, options: LossOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss (0 where ignored) and logsumexp of every token, fp32."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss (0 where ignored) and logsumexp of every token, fp32, and what backward reads.
+
+    That is ``(2, T)``: the highest capped logit and the sum of exponentials of distances from it.
+    """
     loss_T, lse_T = _per_token(x_TD), _per_token(x_TD)
+    softmax_2T = loss_T.new_empty(2, len(loss_T))
+    highest_T, total_T = softmax_2T
 
     def over_rows(slab: torch.Tensor, at: slice) -> None:
         kernels.linear_cross_entropy_fwd_kernel[(len(slab),)](
@@ -26,12 +31,14 @@ def forward_launch(
             targets_T[at],
             loss_T[at],
             lse_T[at],
+            highest_T[at],
+            total_T[at],
             *_scalars(options),
             **_blocks(tuned.STATS, slab, options),
         )
 
     _run(x_TD, w_VD, over_rows, None, None)
-    return loss_T, lse_T
+    return loss_T, lse_T, softmax_2T
 
 
 def gradients_launch(
@@ -41,8 +48,8 @@ def gradients_launch(
     options: LossOptions,
     need_x: bool,
     need_w: bool,
-) -> tuple[Sums, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sums, logsumexp (inf where ignored), and gradients of the objective.
+) -> tuple[Sums, torch.Tensor, torch.Tensor]:
+    """The sums and the gradients of the objective.
 
     Those of x in its dtype and of w in fp32; what is not needed is empty.
     """
@@ -61,14 +68,14 @@ def gradients_launch(
         )
 
     _run(x_TD, w_VD, over_rows, dx_TD if need_x else None, dw_VD if need_w else None)
-    return sums_launch(loss_T, lse_T, targets_T, options), lse_T, dx_TD, dw_VD
+    return sums_launch(loss_T, lse_T, targets_T, options), dx_TD, dw_VD
 
 
 def backward_launch(
     x_TD: torch.Tensor,
     w_VD: torch.Tensor,
     targets_T: torch.Tensor,
-    lse_T: torch.Tensor,
+    softmax_2T: torch.Tensor,
     dloss_T: torch.Tensor,
     dlse_T: torch.Tensor,
     options: LossOptions,
@@ -82,12 +89,14 @@ def backward_launch(
     """
     dx_TD, dw_VD = _gradients(x_TD, w_VD, need_x, need_w and accumulate is None)
     dw_VD = dw_VD if accumulate is None else accumulate
+    highest_T, total_T = softmax_2T
 
     def over_rows(slab: torch.Tensor, at: slice) -> None:
         kernels.linear_cross_entropy_bwd_kernel[(len(slab),)](
             slab,
             targets_T[at],
-            lse_T[at],
+            highest_T[at],
+            total_T[at],
             dloss_T[at],
             dlse_T[at],
             *_scalars(options),

@@ -22,7 +22,7 @@ class Rows:
 STATS = {2: Rows(block=4096, num_warps=8, stages=4), 4: Rows(block=2048, num_warps=8, stages=4)}
 """The kernel that reduces a row, and may overwrite it with its gradient."""
 POINTWISE = {2: Rows(block=4096, num_warps=8, stages=3), 4: Rows(block=2048, num_warps=8, stages=3)}
-"""The kernel that overwrites a row whose logsumexp is known."""
+"""The kernel that overwrites a row whose highest logit and sum are known."""
 SCALE_BLOCK = 8192
 SCALE_WARPS = 8
 SUM_BLOCK = 4096
