@@ -520,3 +520,24 @@ def test_a_compiled_graph_refuses_buffers_it_would_not_fill(implementation):
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     with forced(OP, implementation), pytest.raises(Exception, match="accumulate works in eager"):
         compiled(torch.randn(9, 16))
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("implementation", fast(OP))
+def test_maps_of_either_integer_dtype(implementation, dtype, scheduled):
+    shape = Shape(T=9, D=16, F=8)
+    inputs, routing = _draw(shape, bias=True), _sized("random", shape)
+    maps = {
+        name: t.to(dtype)
+        for name, t in routing._asdict().items()
+        if isinstance(t, torch.Tensor) and not t.is_floating_point()
+    }
+    if not scheduled:
+        maps["schedule"] = None
+    expected, found = (
+        results(_run(implementation, r), inputs, torch.float32)
+        for r in (routing, routing._replace(**maps))
+    )
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name

@@ -40,7 +40,7 @@ ROWS_PER_TILE = TILE_ROWS.value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the rows of each expert are."""
+    """Where the rows of each expert are: int64 for slots and rows, int32 for the rest."""
 
     num_rows: int
     """N, absent slots included."""
@@ -54,13 +54,14 @@ class Layout:
     def of_slots(cls, position_N: torch.Tensor, offsets_E1: torch.Tensor, top_k: int) -> "Layout":
         """What gathers over slots need: no order, no schedule."""
         none, rows = position_N.new_empty(0), position_N.shape[0]
-        maps = {"position_N": position_N.contiguous(), "offsets_E1": offsets_E1.contiguous()}
+        maps = {"position_N": of_dtype(position_N, torch.int64)}
+        maps["offsets_E1"] = of_dtype(offsets_E1, torch.int32)
         return cls(num_rows=rows, top_k=top_k, order_N=none, schedule=none, **maps)
 
     @classmethod
     def of_rows(cls, offsets_E1: torch.Tensor, num_rows: int) -> "Layout":
         """Rows that are grouped already: no slots."""
-        none, offsets_E1 = offsets_E1.new_empty(0), offsets_E1.to(torch.int32).contiguous()
+        none, offsets_E1 = offsets_E1.new_empty(0), of_dtype(offsets_E1, torch.int32)
         maps = {"order_N": none, "position_N": none, "offsets_E1": offsets_E1}
         return cls(num_rows=num_rows, top_k=1, schedule=schedule(offsets_E1, num_rows), **maps)
 
@@ -80,9 +81,14 @@ class Layout:
         return self.num_experts * TAIL_ROWS
 
 
+def of_dtype(integers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``integers`` as the kernels take them."""
+    return (integers if integers.dtype == dtype else integers.to(dtype)).contiguous()
+
+
 def schedule(offsets_E1: torch.Tensor, num_rows: int) -> torch.Tensor:
     """``Routing.schedule`` from the offsets."""
-    experts = offsets_E1.shape[0] - 1
+    experts, offsets_E1 = offsets_E1.shape[0] - 1, of_dtype(offsets_E1, torch.int32)
     entries = num_rows // ROWS_PER_TILE + min(experts, num_rows)
     out = torch.empty(1 + entries + experts, 2, dtype=torch.int32, device=offsets_E1.device)
     launch(

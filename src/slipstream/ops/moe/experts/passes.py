@@ -20,14 +20,14 @@ def layout_of(
     schedule: torch.Tensor,
     top_k: int,
 ) -> Layout:
-    """The maps of a routing, contiguous."""
+    """The maps of a routing as the kernels take them."""
     return Layout(
         num_rows=order_N.shape[0],
         top_k=top_k,
-        order_N=order_N.contiguous(),
-        position_N=position_N.contiguous(),
-        offsets_E1=offsets_E1.contiguous(),
-        schedule=schedule,
+        order_N=launch.of_dtype(order_N, torch.int64),
+        position_N=launch.of_dtype(position_N, torch.int64),
+        offsets_E1=launch.of_dtype(offsets_E1, torch.int32),
+        schedule=launch.of_dtype(schedule, torch.int32),
     )
 
 
@@ -199,7 +199,7 @@ def _bias_gradients(
     if weight_TK is None or dweight_TK is None:
         return launch.row_sum(dout, layout).to(b2_ED.dtype), None
     experts = layout.num_experts
-    slot_TK = expert_TK.clamp(max=experts)  # absent slots share a column that is cut off
+    slot_TK = expert_TK.long().clamp(max=experts)  # absent slots share a column that is cut off
     dense = weight_TK.new_zeros(len(expert_TK), experts + 1)
     for slot_T, weight_T in zip(slot_TK.split(1, 1), weight_TK.split(1, 1), strict=True):
         # One after the other: a token may name an expert twice, and a sum by index has no order.
