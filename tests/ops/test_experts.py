@@ -516,3 +516,17 @@ def test_a_routing_that_does_not_fit_together_is_named(change, message):
     routing = routing_of("random", 3, 5, 2)._replace(**change)
     with pytest.raises(ShapeError, match=message):
         experts(*draw(Shape(T=3)).values(), routing)
+
+
+@pytest.mark.parametrize("implementation", fast(OP))
+@pytest.mark.usefixtures("poisoned")
+def test_no_slot_of_any_expert(implementation):
+    """Nothing is read by what the schedule says of tiles that are not there."""
+    shape = Shape(T=8, D=16, F=8, E=2, K=2)
+    inputs = draw(shape, "swiglu")
+    routing = routings.routing_of(torch.full((8, 2), 2), 2, torch.rand(8, 2))
+    leaves = [inputs[name].requires_grad_() for name in ("x", "w13", "w2")]
+    with forced(OP, implementation):
+        rows = experts(*leaves, routing)
+        grads = torch.autograd.grad(rows, leaves, torch.ones_like(rows))
+    assert all(not grad.any() for grad in grads)

@@ -86,9 +86,9 @@ def test_tensors_travel_in_pieces_and_come_back_whole(streams: list[str]) -> Non
         (found,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
         assert torch.equal(found, wanted)
     del y
-    # 504 bytes each: five pieces of 100, and 4.
+    # 504 bytes each: five pieces of 100, which take 128, and 4.
     sizes = {size: len(buffers) for size, buffers in lane.free.items()}
-    assert sizes == {100: 2 * 3 * 5, 4: 2 * 3}
+    assert sizes == {128: 2 * 3 * 5, 4: 2 * 3}
     chain(x, "offload", "keep").sum().backward()
     assert {size: len(buffers) for size, buffers in lane.free.items()} == sizes
 

@@ -219,3 +219,33 @@ def test_host_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     # Of each block its input and both factors.
     assert given[-2:] == [3 * 8 * 8 * 8] * 2
+
+
+def _gradient(action: str, kept: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    loss = around(nn.Module(), action, lambda: (kept * weight).sum().abs())
+    return torch.autograd.grad(loss, weight)[0]
+
+
+def test_conjugates_keep_their_sign():
+    kept, weight = torch.randn(2, 256, 256, dtype=torch.complex64).unbind()
+    weight.requires_grad_()
+    plain, moved = (_gradient(action, kept.conj(), weight) for action in ("keep", "offload"))
+    assert torch.equal(plain, moved)
+
+
+def test_memory_of_any_number_of_bytes_moves():
+    memory = torch.zeros(4 * 256 * 256 + 2, dtype=torch.uint8)
+    kept = memory[: 4 * 256 * 256].view(torch.float32).view(256, 256).normal_()
+    weight = torch.randn(256, 256, requires_grad=True)
+    assert torch.equal(*(_gradient(action, kept, weight) for action in ("keep", "offload")))
+
+
+def test_inputs_of_many_sizes_share_host_buffers(monkeypatch):
+    monkeypatch.setattr(offload, "pinned", lambda size: torch.empty(size, dtype=torch.uint8))
+    lane = offload._Lane(torch.device("cpu"))
+    monkeypatch.setattr(lane, "stream", object())
+    for size in range(1 << 20, (1 << 20) + 40_000, 1000):
+        buffer = lane._buffer(size)
+        assert buffer.numel() == size
+        lane.give_back([buffer])
+    assert sum(len(buffers) for buffers in lane.free.values()) == 2

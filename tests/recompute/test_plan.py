@@ -12,6 +12,7 @@ from torch import nn
 
 from slipstream import recompute
 from slipstream.errors import ConfigError
+from slipstream.recompute.choose import least
 from slipstream.recompute.cost import LayerCosts, Link
 from slipstream.recompute.measure import measure
 from slipstream.recompute.meter import Meter
@@ -323,3 +324,20 @@ def test_frozen_layers_are_planned_for(frozen: tuple[str, ...], cache: Path) -> 
     given_up = {row.layer for row in least.rows}
     assert not {name for name in given_up if name.startswith(frozen)}
     assert least.predicted_gib == plan.minimum_gib
+
+
+def test_only_the_last_plan_itself_tells_that_none_fits():
+    """What another plan was off by refuses nothing: not less budget than a plan was made for."""
+    model = build("moe", num_layers=3)
+
+    def off_by(actions):
+        return 0 if any(action.startswith("offload") for action in actions.values()) else GIB
+
+    costs = invented(model, off_by=off_by)
+    edge = least(costs.units, costs.found).outcome.peak_bytes / GIB
+    peaks = []
+    for budget in (edge - 0.01, edge + 0.01, edge + 0.3):
+        found = recompute.plan(model, sample(), budget, costs=invented(model, off_by=off_by))
+        assert found.predicted_gib <= budget
+        peaks.append(found.predicted_gib)
+    assert peaks == sorted(peaks)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from slipstream.hw.capture import captured
+from slipstream.ops import ahead
 
 Call = Callable[[], object]
 MIN_FLUSH_BYTES = 2**27
@@ -98,6 +99,7 @@ def graphed(call: Call, device: torch.device) -> Call:
         for _ in range(3):
             call()
     torch.cuda.current_stream(device).wait_stream(side)
+    ahead.settle()
     graph, kept = captured(call, side)
 
     def replay() -> object:

@@ -91,8 +91,9 @@ class Offload(Scope):
 
 
 def moves(tensor: torch.Tensor) -> bool:
-    """Whether the memory a tensor lies in is large enough to be worth moving."""
-    return tensor.untyped_storage().nbytes() > MIN_BYTES
+    """Whether the memory a tensor lies in is worth moving, and its bytes are all there is to it."""
+    plain = not tensor.is_conj() and not tensor.is_neg()
+    return plain and tensor.untyped_storage().nbytes() > MIN_BYTES
 
 
 class _Geometry:
@@ -103,8 +104,8 @@ class _Geometry:
         self.offset = tensor.storage_offset()
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return memory.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 
 
 class _Away:
@@ -124,6 +125,7 @@ class _Away:
         self.arrived: list[torch.cuda.Event | None] = []
         self.sizes = [source.numel() for source in sources]
         self.host, self.sent = lane.send(sources)
+        self.stream = lane.current()
         # Alive until the copy is given up on: the compute stream waits for it then and can use
         # the memory again without the host's help.
         self.sources: list[torch.Tensor] | None = sources
@@ -155,6 +157,7 @@ class _Away:
 
     def _bring(self) -> None:
         tensors, self.sources = self.sources, None
+        self.stream = self.lane.current()
         if tensors is None:
             tensors, self.arrived = self.lane.bring(self.host, self.sizes)
         else:  # they have not left
@@ -162,10 +165,11 @@ class _Away:
         self.here, self.left = dict(enumerate(tensors)), list(self.readers)
 
     def __del__(self) -> None:
+        # The memory goes back to the stream it was taken on, whichever is current now.
         if self.sources is not None:
-            self.lane.wait(self.sent)
+            self.lane.wait(self.sent, self.stream)
         for i in self.here:
-            self.lane.wait(self.arrived[i])
+            self.lane.wait(self.arrived[i], self.stream)
         self.lane.give_back(self.host)
 
 
@@ -230,16 +234,21 @@ class _Lane:
             groups.append([(piece, next(pieces)) for piece in tensor.split(PIECE_BYTES)])
         return tensors, self._copy(self.stream, groups[::-1])[::-1]
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        """The compute stream waits for copies."""
+    def current(self) -> torch.cuda.Stream | None:
+        """The compute stream; None on a CPU."""
+        return None if self.stream is None else torch.cuda.current_stream(self.device)
+
+    def wait(self, event: torch.cuda.Event | None, stream: torch.cuda.Stream | None = None) -> None:
+        """The compute stream, or ``stream``, waits for copies."""
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            (stream or torch.cuda.current_stream(self.device)).wait_event(event)
 
     def give_back(self, buffers: list[torch.Tensor]) -> None:
         """Use host buffers again: a later copy into them runs after those out of them."""
         if self.stream is not None:
             for buffer in buffers:
-                self.free.setdefault(buffer.numel(), []).append(buffer)
+                whole = _bytes_of(buffer)
+                self.free.setdefault(whole.numel(), []).append(whole)
 
     def _copy(
         self,
@@ -258,8 +267,15 @@ class _Lane:
         return ends
 
     def _buffer(self, size: int) -> torch.Tensor:
-        free = self.free.get(size)
-        return free.pop() if free else pinned(size)
+        # By powers of two: with every size for itself, inputs of many sizes would leave as many.
+        room = buffer_bytes(size)
+        free = self.free.get(room)
+        return (free.pop() if free else pinned(room))[:size]
+
+
+def buffer_bytes(size: int) -> int:
+    """The host memory that a piece of ``size`` bytes takes: what pinning rounds it to anyway."""
+    return 1 << (size - 1).bit_length()
 
 
 def pinned(size: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -80,6 +80,11 @@ def prepare(known: Iterable[Any], compile: Callable[[Call], Any]) -> None:
     except Exception as error:  # whatever it is, Triton compiles when it launches
         _warn(f"what {plan.function.__module__} launches could not be compiled ahead", error)
     pool.shutdown(wait=False)
+
+
+def settle() -> None:
+    """Wait until nothing is compiled any more: before a graph is recorded, which loading breaks."""
+    wait(list(_PENDING.values()))
 
 
 def wait_for(key: tuple[Any, ...]) -> None:

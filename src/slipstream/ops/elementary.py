@@ -21,4 +21,4 @@ def exponential(x):
     series = 4.1665795894e-2 + rest * (8.3334519073e-3 + rest * series)
     series = 0.50000001201 + rest * (0.16666665459 + rest * series)
     power = (rest * rest * series + rest + 1.0) * bits.to(tl.float32, bitcast=True)
-    return tl.where(x < -87.0, 0.0, power)
+    return tl.where(x < -87.33654, 0.0, power)

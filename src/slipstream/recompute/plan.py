@@ -215,7 +215,7 @@ class _Fit:
         """
         shift = self._shift(self._reference(budget_gib), plain=True)
         if shift is None:
-            return self._begin(budget_gib, 0), 0
+            return self._unmeasured(budget_gib), 0
         count = -1
         while True:
             count = self._begin(budget_gib, shift, after=count)
@@ -230,12 +230,21 @@ class _Fit:
         enough = self.least.outcome.peak_bytes <= budget_gib * GIB
         return self.least if enough else self.states[-1]
 
+    def _unmeasured(self, budget_gib: float) -> int:
+        """The place where nothing corrects the prediction."""
+        if self.states[-1].outcome.peak_bytes > budget_gib * GIB:
+            raise self._too_small(budget_gib, 0)
+        return self._begin(budget_gib, 0)
+
     def _begin(self, budget_gib: float, shift: int, after: int = -1) -> int:
         limit = budget_gib * GIB - shift
         for count, state in enumerate(self.states):
             if count > after and state.outcome.peak_bytes <= limit:
                 break
         else:
+            # The shift is that of another plan: only the last one's own tells that none fits.
+            if after < len(self.states) - 1:
+                return len(self.states) - 1
             raise self._too_small(budget_gib, shift)
         state = self.states[count]
         if count == 0 or state in self.filled:

@@ -2,8 +2,8 @@
 
 Every check returns an ``Outcome``. An implementation that raises has failed that check, one that
 refuses a call has not: its reason is kept. Where nothing but the largest error of a tensor is over
-its budget, more inputs are drawn and all of them, the first included, judged as one; any other
-fault fails at once. What needs a GPU is in ``cuda.py``.
+its budget, or an error of few numbers, more inputs are drawn and all of them, the first included,
+judged as one; any other fault fails at once. What needs a GPU is in ``cuda.py``.
 """
 
 import warnings

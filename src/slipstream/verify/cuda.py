@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from slipstream.hw.capture import captured
+from slipstream.ops import ahead
 from slipstream.verify.budget import (
     Figure,
     Results,
@@ -43,6 +44,7 @@ def check_graph(subject: Subject, data: Data) -> Outcome:
         step = _step(data, leaves)
         stream = torch.cuda.Stream(data.device)
         _warm_up(step, stream)
+        ahead.settle()
         graph, replayed = captured(step, stream)
         problems = []
         for seed, inputs in ((0, data.draws[0]), (1, data.draw(1))):

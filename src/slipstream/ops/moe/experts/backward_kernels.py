@@ -8,7 +8,7 @@ rows gets zeros. Nothing is added atomically.
 import triton
 import triton.language as tl
 
-from slipstream.ops.activation.kernels import gate_function
+from slipstream.ops.activation.kernels import ALL, gate_function
 from slipstream.ops.moe.experts.kernels import (
     TILE_ROWS,
     add_product,
@@ -26,7 +26,7 @@ def activation_gradients(
     """The activation of fp32 (gate, up), and gradients of both from ``weight * da``."""
     flows = gate <= limit
     if ACTIVATION == "clamped" or ACTIVATION == "clamped_16_bit":
-        gate = tl.minimum(gate, limit)
+        gate = tl.minimum(gate, limit, propagate_nan=ALL)
     value, slope = gate_function(gate, alpha, ACTIVATION)
     grad = da * weight
     if GATED:
@@ -34,7 +34,7 @@ def activation_gradients(
         if ACTIVATION == "clamped" or ACTIVATION == "clamped_16_bit":
             dup = tl.where((up >= -limit) & (up <= limit), dup, 0.0)
             slope = tl.where(flows, slope, 0.0)
-            up = tl.maximum(tl.minimum(up, limit), -limit) + 1
+            up = tl.maximum(tl.minimum(up, limit, propagate_nan=ALL), -limit, propagate_nan=ALL) + 1
         a = value * up
         dgate = grad * up * slope
     else:

@@ -9,7 +9,7 @@ of an expert; gathered rows come through pointers.
 import triton
 import triton.language as tl
 
-from slipstream.ops.activation.kernels import gate_function
+from slipstream.ops.activation.kernels import ALL, gate_function
 
 TILE_ROWS = tl.constexpr(128)
 
@@ -25,7 +25,10 @@ def entry_of(tile, num_m, num_n, schedule_ptr, GROUP: tl.constexpr, BLOCK_M: tl.
     m = first + (tile % width) % size
     n = (tile % width) // size
     entry = schedule_ptr + 2 * (1 + m // PARTS)
-    return tl.load(entry), tl.load(entry + 1) + (m % PARTS) * BLOCK_M, n
+    # Without any tile there is no first entry either.
+    there = num_m > 0
+    row = tl.load(entry + 1, mask=there, other=0) + (m % PARTS) * BLOCK_M
+    return tl.load(entry, mask=there, other=0), row, n
 
 
 @triton.jit
@@ -71,8 +74,8 @@ def gated_halves(block, INTERLEAVED: tl.constexpr):
 def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     """Activation of an MLP in fp32; ``up`` is not looked at where there is no gate."""
     if ACTIVATION == "clamped" or ACTIVATION == "clamped_16_bit":
-        gate = tl.minimum(gate, limit)
-        up = tl.maximum(tl.minimum(up, limit), -limit) + 1
+        gate = tl.minimum(gate, limit, propagate_nan=ALL)
+        up = tl.maximum(tl.minimum(up, limit, propagate_nan=ALL), -limit, propagate_nan=ALL) + 1
     value, _ = gate_function(gate, alpha, ACTIVATION)
     if GATED:
         value = value * up

@@ -54,9 +54,14 @@ class Layout:
     def of_slots(cls, position_N: torch.Tensor, offsets_E1: torch.Tensor, top_k: int) -> "Layout":
         """What gathers over slots need: no order, no schedule."""
         none, rows = position_N.new_empty(0), position_N.shape[0]
-        maps = {"position_N": of_dtype(position_N, torch.int64)}
-        maps["offsets_E1"] = of_dtype(offsets_E1, torch.int32)
-        return cls(num_rows=rows, top_k=top_k, order_N=none, schedule=none, **maps)
+        return cls(
+            num_rows=rows,
+            top_k=top_k,
+            order_N=none,
+            position_N=of_dtype(position_N, torch.int64),
+            offsets_E1=of_dtype(offsets_E1, torch.int32),
+            schedule=none,
+        )
 
     @classmethod
     def of_rows(cls, offsets_E1: torch.Tensor, num_rows: int) -> "Layout":
