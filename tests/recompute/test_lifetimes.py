@@ -252,3 +252,18 @@ def test_recomputed_values_are_gone_before_backward_ends() -> None:
         objective(model).backward()
     assert len(made) >= 3 * 2
     assert [list(again._values) for again in made] == [[]] * len(made)
+
+
+def test_backward_frees_what_it_has_read():
+    """Node by node, not when the last one of the scope is through."""
+    x, freed = torch.randn(8, requires_grad=True), []
+    with Scope():
+        first = x * torch.randn(8)
+        kept = torch.randn(8)
+        memory = StorageWeakRef(kept.untyped_storage())
+        second = first * kept
+        del kept
+    assert not memory.expired()
+    first.register_hook(lambda _: freed.append(memory.expired()))
+    second.sum().backward()
+    assert freed == [True]

@@ -285,6 +285,11 @@ def test_amounts_that_make_no_sense_are_named(budget_gib: Any, extra_gib: Any, f
         recompute.plan(model, sample(), budget_gib, extra_gib=extra_gib)
 
 
+def test_offload_is_a_yes_or_no() -> None:
+    with pytest.raises(ConfigError, match="offload = 'no', expected True or False"):
+        recompute.plan(build("dense"), sample(), 1.0, offload="no")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("wrong", [None, torch.ones(2, 3), "ids"], ids=["none", "tensor", "text"])
 def test_a_sample_is_a_set_of_arguments(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"sample is a \w+, expected the arguments of one"):

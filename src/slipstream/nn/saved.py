@@ -61,8 +61,8 @@ class Scope:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         self._hooks.__exit__(kind, *rest)
-        # The graph holds on to the hooks: led they from there to what is kept, which leads to the
-        # graph, all of it would outlive a pass that has no backward, and no collector sees it.
+        # Every node holds on to the hooks: led they to what is kept, all of it would be there until
+        # the last node of the block is through backward; and no collector sees what nodes hold.
         self._pack.boxes = []
         del self._pack, self._hooks
         stack = _stack()

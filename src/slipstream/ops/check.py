@@ -50,12 +50,6 @@ def floating(op: str, **tensors: torch.Tensor | None) -> None:
             )
 
 
-def last_dim(op: str, name: str, tensor: torch.Tensor, size: int) -> None:
-    """Raise unless the last dimension of ``tensor`` is ``size``."""
-    if tensor.dim() == 0 or tensor.shape[-1] != size:
-        raise ShapeError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected (..., {size})")
-
-
 def same_device(op: str, **tensors: torch.Tensor | None) -> None:
     """Raise unless all given tensors live on one device."""
     devices = {name: t.device for name, t in tensors.items() if t is not None}

@@ -137,6 +137,8 @@ def plan(
     """
     _check_gib("budget_gib", budget_gib, above=True)
     _check_gib("extra_gib", extra_gib, above=False)
+    if not isinstance(offload, bool):
+        raise ConfigError(f"recompute: offload = {offload!r}, expected True or False")
     model = unwrapped(model)
     units = find_units(model)
     source = costs
