@@ -161,6 +161,29 @@ def test_the_eager_code_sees_the_memory_layout_it_is_the_yardstick_of():
     assert seen.count((torch.float64, (8, 1))) == 1
 
 
+def _exact_if_strided(x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """A library whose kernel for this layout makes a tenth of the error."""
+    return x + (_eager(x.contiguous(), seed) - x) * (1.0 if x.is_contiguous() else 0.1)
+
+
+def test_same_bits_as_in_the_plain_layout_are_held_to_the_plain_budget():
+    case = Case(name="ones", inputs=_ones, call=_eager, eager=_exact_if_strided)
+    data = Data(case, CPU, torch.float32)
+    assert check_budget(SUBJECT, data).verdict == "pass"
+    outcome = check_layout(SUBJECT, data, "strided")
+    assert outcome.verdict == "pass"
+    assert max(figure.ratio for figure in outcome.figures) < 1
+
+    def depends(x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        return _eager(x, seed) if x.is_contiguous() else _eager(x, seed).nextafter(x)
+
+    data = Data(
+        Case(name="ones", inputs=_ones, call=depends, eager=_exact_if_strided), CPU, torch.float32
+    )
+    assert check_budget(SUBJECT, data).verdict == "pass"
+    assert check_layout(SUBJECT, data, "strided").verdict == "fail"
+
+
 def test_every_draw_has_its_own_upstream_gradients():
     outputs = {"y": torch.ones(9), "count": torch.ones(3, dtype=torch.int64)}
     first, again, other = (upstream(outputs, torch.float32, draw) for draw in (0, 0, 1))
