@@ -12,7 +12,17 @@ from slipstream.recompute.timeline import peak_bytes
 GIB = 1 << 30
 
 
-def cost(kept: int, ms: float, work: int = 0, grads: int = 0, forward_ms: float = 0.0) -> Cost:
+def cost(
+    kept: int,
+    ms: float,
+    work: int = 0,
+    grads: int = 0,
+    forward_ms: float = 0.0,
+    *,
+    stays: int = 0,
+    grain: int = 1,
+) -> Cost:
+    """``stays``: of what is kept, what offload does not move; the rest is moved by ``grain``."""
     return Cost(
         kept_bytes=kept,
         ms=ms,
@@ -21,6 +31,7 @@ def cost(kept: int, ms: float, work: int = 0, grads: int = 0, forward_ms: float 
         backward_bytes=kept + work + grads,
         grad_bytes=grads,
         largest_grad_bytes=grads,
+        movable=(grain,) * ((kept - stays) // grain),
     )
 
 
@@ -81,18 +92,24 @@ class Invented:
         for i, unit in enumerate(self.units):
             choice, times = _choice(unit, self.found.layers[unit.kind], actions)
             layers.append(choice)
-            leave.append(min(i + times[0], len(self.units)))
+            leave.append([min(i + age, len(self.units)) for age in _ages(choice, times[0])])
             back.append(min(i + times[1], len(self.units) - 1))
         off = self.off_by if isinstance(self.off_by, int) else self.off_by(actions)
         return peak_bytes(self.found, layers, leave, back, has_grads=False) + off
 
 
+def _ages(choice: Choice, leave: tuple[int, ...]) -> list[int]:
+    """For each tensor, from small to large."""
+    missing = len(choice.moved) - len(leave)
+    return [leave[0]] * missing + list(leave) if missing >= 0 else list(leave[-missing:])
+
+
 def _choice(
     unit: Unit, costs: LayerCosts, actions: Mapping[str, str]
-) -> tuple[Choice, tuple[int, int]]:
+) -> tuple[Choice, tuple[tuple[int, ...], int]]:
     wanted = {site.part: actions[site.name] for site in unit.sites}
     times = {part: offload_times(action) for part, action in wanted.items()}
     moves = next((found for found in times.values() if found is not None), None)
     plain = {part: "keep" if times[part] else action for part, action in wanted.items()}
     choice = next(c for c in choices(unit, costs) if dict(c.actions) == plain)
-    return (choice, (1, 1)) if moves is None else (offloaded(unit, choice, costs), moves)
+    return (choice, ((1,), 1)) if moves is None else (offloaded(unit, choice), moves)

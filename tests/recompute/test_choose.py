@@ -1,13 +1,15 @@
 """The list of plans: in any budget, monotone, never far from the best choice there is."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.recompute.choose import choices, hull, plans
-from slipstream.recompute.cost import Choice, LayerCosts, ModelCosts
+from slipstream.recompute.cost import Choice, Cost, LayerCosts, ModelCosts
 from slipstream.recompute.sites import Unit
 from slipstream.recompute.timeline import outcome
 from tests.recompute.costs import GIB, cost, model_costs, unit
@@ -26,16 +28,16 @@ def problems(draw: st.DrawFn, *, bare: bool = False) -> tuple[list[Unit], ModelC
     layers = {}
     for kind in ("one", "two"):
         kept, grads, forward = draw(st.integers(200, 400)), extra(), draw(NUMBERS) / 10
+        grain, stays = draw(st.sampled_from((1, 7, 50))), draw(st.integers(0, 50))
+        place = partial(cost, grads=grads, forward_ms=forward, grain=grain, stays=stays)
 
-        def less(kept: int = kept, grads: int = grads, forward: float = forward):
-            ms = 20 + draw(NUMBERS) / 7
-            return cost(kept - draw(NUMBERS), ms, extra(), grads, forward)
+        def less(kept: int = kept, place: Callable[..., Cost] = place):
+            return place(kept - draw(NUMBERS), 20 + draw(NUMBERS) / 7, extra())
 
         places = (("attention", "a"), ("attention", "b"), ("moe", "c"))
         layers[kind] = LayerCosts(
-            keep=cost(kept, 20.0, extra(), grads, forward),
-            actions={place: less() for place in places},
-            small_bytes=draw(st.integers(0, 50)),
+            keep=place(kept, 20.0, extra()),
+            actions={where: less() for where in places},
         )
     kinds = draw(st.lists(st.sampled_from(("one", "two")), min_size=1, max_size=4))
     units = [unit(i, kind, PARTS) for i, kind in enumerate(kinds)]
@@ -117,7 +119,6 @@ def test_earlier_layers_give_up_first() -> None:
     layer = LayerCosts(
         keep=cost(100, 1.0),
         actions={("attention", "a"): cost(40, 2.0), ("attention", "b"): cost(0, 4.0)},
-        small_bytes=0,
     )
     units = [unit(i, "one", {"attention": ("keep", "a", "b")}) for i in range(3)]
     line = plans(units, model_costs({"one": layer}))
@@ -130,12 +131,11 @@ def moe_layers(count: int) -> tuple[list[Unit], LayerCosts]:
     parts = {"": ("keep", "offload"), "attention": ("keep", "rope"), "moe": ("keep", "experts")}
 
     def less(gib: float, ms: float):
-        return cost(int((8 - gib) * GIB), 100 + ms, forward_ms=40.0)
+        return cost(int((8 - gib) * GIB), 100 + ms, forward_ms=40.0, grain=GIB)
 
     layer = LayerCosts(
         keep=less(0, 0),
         actions={("attention", "rope"): less(2, 1.0), ("moe", "experts"): less(4, 13.0)},
-        small_bytes=0,
     )
     return [unit(i, "one", parts) for i in range(count)], layer
 

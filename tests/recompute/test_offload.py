@@ -13,6 +13,7 @@ from slipstream.errors import ConfigError
 from slipstream.nn import offload
 from slipstream.nn.offload import Offload, around
 from slipstream.nn.saved import Scope, recomputed
+from slipstream.nn.site import offload_times, timed_offload
 from tests.recompute.models import after_two_passes, build
 
 
@@ -24,7 +25,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         plain = getattr(offload._Lane, name)
 
         def noted(lane: Any, tensors: Any, *rest: Any, name: str = name, plain: Any = plain) -> Any:
-            seen.append((name, sum(t.numel() for t in tensors)))
+            whole = [t for part in tensors for t in (part if isinstance(part, list) else [part])]
+            seen.append((name, sum(t.numel() for t in whole)))
             return plain(lane, tensors, *rest)
 
         monkeypatch.setattr(offload._Lane, name, noted)
@@ -48,10 +50,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[int] = []
 
     def note(name: str, plain: Any, away: Any, *args: Any, **kwargs: Any) -> Any:
-        before = away.sources if name == "let_go" else away.here
+        before = len(away.sources) if name == "let_go" else id(away.here)
         result = plain(away, *args, **kwargs)
-        after = away.sources if name == "let_go" else away.here
-        if before is not after and (name != "view" or after):
+        after = len(away.sources) if name == "let_go" else id(away.here)
+        if before != after:
             seen.append(f"{name} {made.index(id(away))}")
         return result
 
@@ -131,6 +133,40 @@ def test_blocks_leave_and_come_back_when_told(events: list[str]) -> None:
     ]  # fmt: skip
 
 
+def test_parts_of_a_block_leave_when_told(
+    events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+    left: list[list[int]] = []
+    plain = offload._Lane.passed
+
+    def passed(lane: Any, output: torch.Tensor) -> None:
+        plain(lane, output)
+        found = [ref() for ref in lane.blocks]
+        left.append(sorted(t.numel() for away in found for t in away.sources.values()))
+
+    monkeypatch.setattr(offload._Lane, "passed", passed)
+    x = torch.randn(6, dtype=torch.float64, requires_grad=True)
+
+    def sized(x: torch.Tensor) -> torch.Tensor:
+        # Saves memory of 1, 2, 3 and 4 numbers, not in this order.
+        return sum((x[:n] * 1).sin().sum() for n in (3, 1, 4, 2)) + x
+
+    y = around(nn.Identity(), "offload:1,2,4:1", partial(sized, x))
+    for _ in range(3):
+        y = around(nn.Identity(), "keep", partial(torch.sin, y))
+    # The largest after four layers, the next after two, all others after one.
+    assert left == [[8, 16, 24, 32], [24, 32], [32], [32]]
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert left[-1] == [32]
+    x = x.detach().requires_grad_()
+    y = sized(x)
+    for _ in range(3):
+        y = y.sin()
+    (wanted,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, wanted)
+
+
 def test_a_block_comes_back_late_rather_than_never(events: list[str]) -> None:
     x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     y = x
@@ -141,13 +177,34 @@ def test_a_block_comes_back_late_rather_than_never(events: list[str]) -> None:
     assert "let_go 0" in events
 
 
-@pytest.mark.parametrize("wrong", ["offload:", "offload:1", "offload:0:1", "offload:-1:2", "off"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "offload:",
+        "offload:1",
+        "offload:0:1",
+        "offload:-1:2",
+        "off",
+        "offload:1,:1",
+        "offload:1,0:1",
+    ],
+)
 def test_actions_that_make_no_sense_are_named(wrong: str) -> None:
     layer = build("dense").layers[0]
     with pytest.raises(ConfigError, match=f"recompute = '{wrong}', expected one of keep, offload"):
         layer.recompute = wrong
     layer.recompute = "offload:3:0"
     assert layer.recompute == "offload:3:0"
+    layer.recompute = "offload:1,3:0"
+    assert offload_times(layer.recompute) == ((1, 3), 0)
+
+
+def test_an_action_names_only_the_ages_that_differ() -> None:
+    assert timed_offload([2, 2, 2], 1) == "offload:2:1"
+    assert timed_offload([1, 1, 2, 4, 4], 3) == "offload:1,2,4,4:3"
+    for ages in ([3], [1, 2], [1, 1, 2]):
+        found = offload_times(timed_offload(ages, 0))
+        assert found == (tuple(ages[-2:]), 0)
 
 
 def test_micro_batches_one_after_another_offload_alike(copies: list[tuple[str, int]]) -> None:

@@ -29,7 +29,8 @@ def invented(
     keep = (4 * GIB, 20.0)
 
     def less(gib: float, ms: float):
-        return cost(keep[0] - int(gib * GIB), keep[1] + ms, forward_ms=7.0)
+        kept = keep[0] - int(gib * GIB)
+        return cost(kept, keep[1] + ms, forward_ms=7.0, stays=GIB // 8, grain=GIB // 80)
 
     layer = LayerCosts(
         keep=less(0.0, 0.0),
@@ -44,7 +45,6 @@ def invented(
             ("moe.shared", "reemit"): less(0.1, 0.01),
             ("moe.shared", "recompute"): less(0.3, 0.5),
         },
-        small_bytes=GIB // 8,
     )
     # So slow a link that only what is left when all is made again is hidden.
     costs = model_costs({kind: layer}, static=10 * GIB, bytes_per_ms=GIB / 80)
@@ -130,7 +130,7 @@ def test_more_is_given_up_until_the_measured_peak_fits() -> None:
 def test_gradients_of_earlier_micro_batches_count() -> None:
     model = build("dense")
     (kind,) = {unit.kind for unit in find_units(model)}
-    layer = LayerCosts(keep=cost(100, 1.0, 10, 40), actions={}, small_bytes=0)
+    layer = LayerCosts(keep=cost(100, 1.0, 10, 40), actions={})
     source = Invented(model_costs({kind: layer}, static=1000), find_units(model))
     one = recompute.plan(model, sample(), 1.0, costs=source)
     several = recompute.plan(model, sample(), 1.0, costs=source, accumulate=True)

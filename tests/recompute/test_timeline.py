@@ -12,7 +12,7 @@ from tests.recompute.costs import cost, model_costs
 def layers(count: int, moved: tuple[int, ...]) -> list[Choice]:
     """Each keeps 100 bytes, takes 10 ms in forward and 20 in backward."""
     found = Choice(actions=(), cost=cost(100, 30.0, forward_ms=10.0))
-    return [replace(found, moved_bytes=100 if i in moved else 0) for i in range(count)]
+    return [replace(found, moved=(100,) if i in moved else ()) for i in range(count)]
 
 
 def costs(bytes_per_ms: float, tail_ms: float = 0.0) -> ModelCosts:
@@ -23,7 +23,7 @@ def costs(bytes_per_ms: float, tail_ms: float = 0.0) -> ModelCosts:
 def test_peak_counts_what_is_there_at_once() -> None:
     def peak(*given, has_grads: bool) -> int:
         chosen = [Choice(actions=(), cost=each) for each in given]
-        here = range(1, len(chosen) + 1)
+        here = [()] * len(chosen)
         return peak_bytes(around, chosen, here, range(len(chosen)), has_grads=has_grads)
 
     around = model_costs({}, static=1000, tail=40)
@@ -40,7 +40,7 @@ def test_peak_counts_what_is_there_at_once() -> None:
 def test_a_copy_that_is_hidden_costs_nothing() -> None:
     # 20 ms: from the end of layer 0 to that of layer 2; back before 60 ms of backward have gone.
     found = outcome(costs(5.0), layers(4, (0,)))
-    assert (found.leave[0], found.back[0]) == (2, 1)
+    assert (found.leave[0], found.back[0]) == ((2,), 1)
     assert found.ms == 4 * 30.0
     assert found.peak_bytes == 300
 
@@ -48,10 +48,24 @@ def test_a_copy_that_is_hidden_costs_nothing() -> None:
 def test_copies_queue_and_backward_waits_for_the_last() -> None:
     # 25 ms each: under way from 10 to 35 and to 60; forward ends at 40 and the tail at 45.
     found = outcome(costs(4.0, tail_ms=5.0), layers(4, (0, 1)))
-    assert found.leave[:2] == (3, 4)
+    assert found.leave[:2] == ((3,), (4,))
     # Layer 2 begins at 20: layer 1's copy is there at 45 instead of 40, layer 0's by 70, not 65.
     assert found.back[:2] == (2, 2)
     assert found.ms == 4 * 30.0 + 5.0 + 15.0 + 5.0 + 5.0
+
+
+def test_small_tensors_are_gone_before_the_large_one() -> None:
+    # 5, 10 and 20 ms from 10 on: gone at 15, 25 and 45, of which forward has 10 a layer.
+    whole, *rest = layers(4, (0,))
+    parts = [replace(whole, moved=(20, 40, 80)), *rest]
+    found = outcome(costs(4.0, tail_ms=10.0), parts)
+    assert found.leave[0] == (1, 2, 4)
+    assert found.ms == 4 * 30.0 + 10.0
+    # All four layers' 400 less 60; in one piece all of it would still be there.
+    assert found.peak_bytes == 340
+    assert (
+        outcome(costs(4.0, tail_ms=10.0), [replace(whole, moved=(140,)), *rest]).peak_bytes == 400
+    )
 
 
 def test_a_copy_that_cannot_be_back_in_time_is_waited_for() -> None:

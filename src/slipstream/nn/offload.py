@@ -1,14 +1,14 @@
 """Saved tensors that wait for backward in the host's memory.
 
 On a GPU copies run on a stream of their own, from and to pinned buffers that are used again. Which
-layer a block's copy out is given until, and at which layer its copy back begins, is part of the
-action: ``offload:3:2`` has left when the third layer after it ends, and starts to come back when
-the second one after it begins its backward. Events order everything; the host waits for nothing.
-On a CPU a copy stands in.
+layer a copy out is given until, and at which layer the copies back begin, is part of the action:
+``offload:3:2`` has left when the third layer after it ends, and starts to come back when the second
+one after it begins its backward; ``offload:1,3:2`` leaves in parts, small tensors first. Events
+order everything; the host waits for nothing. On a CPU a copy stands in.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,14 +51,15 @@ def around(module: nn.Module, action: str, run: Callable[[], Any]) -> Any:
 class Offload(Scope):
     """Moves saved tensors to the host when the block ends.
 
-    ``leave``: layers after this one until their memory is free. ``back``: layers before this one,
-    in backward, at which they start to come back; 0: when they are needed. Weights stay, small
-    tensors too, and whatever lies in memory of ``MIN_BYTES`` or less.
+    ``leave``: layers after this one until their memory is free: of the largest last, all of which
+    there is no number for like the first. ``back``: layers before this one, in backward, at which
+    they start to come back; 0: when they are needed. Weights stay, and whatever lies in memory of
+    ``MIN_BYTES`` or less.
     """
 
-    def __init__(self, module: nn.Module, leave: int = 1, back: int = 1) -> None:
+    def __init__(self, module: nn.Module, leave: Sequence[int] = (1,), back: int = 1) -> None:
         super().__init__()
-        self.leave, self.back = leave, back
+        self.leave, self.back = tuple(leave), back
         self._stays = {storage_of(t) for t in (*module.parameters(), *module.buffers())}
 
     def settle(self) -> None:
@@ -116,19 +117,24 @@ class _Away:
         lane: "_Lane",
         sources: list[torch.Tensor],
         readers: list[int],
-        leave: int,
+        leave: tuple[int, ...],
         back: int,
     ) -> None:
         self.lane, self.readers, self.left = lane, readers, list(readers)
-        self.leave, self.back, self.age = leave, back, -1
+        self.back, self.age = back, -1
         self.here: dict[int, torch.Tensor] = {}
         self.arrived: list[torch.cuda.Event | None] = []
         self.sizes = [source.numel() for source in sources]
-        self.host, self.sent = lane.send(sources)
+        # Small ones first: their memory is free early, the largest tensor's only at its end.
+        order = sorted(range(len(sources)), key=self.sizes.__getitem__)
+        self.leave = dict(zip(reversed(order), reversed(leave), strict=False))
+        self.leave = {i: self.leave.get(i, leave[0]) for i in order}
+        """By tensor, in the order of their copies."""
+        self.host, self.sent = lane.send(sources, order)
         self.stream = lane.current()
         # Alive until the copy is given up on: the compute stream waits for it then and can use
         # the memory again without the host's help.
-        self.sources: list[torch.Tensor] | None = sources
+        self.sources: dict[int, torch.Tensor] = dict(enumerate(sources))
         lane.blocks.append(weakref.ref(self))
 
     def view(self, i: int, geometry: _Geometry) -> torch.Tensor:
@@ -149,28 +155,37 @@ class _Away:
         if not self.here and self.left == self.readers:
             self._bring()
 
-    def let_go(self) -> None:
-        """Free the device's memory, in the order of the compute stream."""
-        if self.sources is not None:
-            self.lane.wait(self.sent)
-            self.sources = None
+    def let_go(self, age: int | None = None) -> None:
+        """Free the device's memory in the order of the compute stream.
+
+        Of what leaves by ``age``; without it, of all.
+        """
+        due = (i for i, leave in self.leave.items() if age is None or leave <= age)
+        gone = [i for i in due if i in self.sources]
+        if gone:
+            # Copies end one after another.
+            self.lane.wait(self.sent[gone[-1]])
+        for i in gone:
+            del self.sources[i]
 
     def _bring(self) -> None:
-        tensors, self.sources = self.sources, None
-        self.stream = self.lane.current()
-        if tensors is None:
-            tensors, self.arrived = self.lane.bring(self.host, self.sizes)
-        else:  # they have not left
-            self.arrived = [self.sent] * len(tensors)
-        self.here, self.left = dict(enumerate(tensors)), list(self.readers)
+        self.stream, self.left = self.lane.current(), list(self.readers)
+        # What has not left need not come.
+        self.here, self.sources, self.arrived = self.sources, {}, list(self.sent)
+        away = [i for i in range(len(self.sizes)) if i not in self.here]
+        if not away:
+            return
+        found = self.lane.bring([self.host[i] for i in away], [self.sizes[i] for i in away])
+        for i, tensor, event in zip(away, *found, strict=True):
+            self.here[i], self.arrived[i] = tensor, event
 
     def __del__(self) -> None:
         # The memory goes back to the stream it was taken on, whichever is current now.
-        if self.sources is not None:
-            self.lane.wait(self.sent, self.stream)
+        for i in self.sources:
+            self.lane.wait(self.sent[i], self.stream)
         for i in self.here:
             self.lane.wait(self.arrived[i], self.stream)
-        self.lane.give_back(self.host)
+        self.lane.give_back([piece for pieces in self.host for piece in pieces])
 
 
 Refs = list["weakref.ref[_Away]"]
@@ -199,39 +214,40 @@ class _Lane:
             if block is None:
                 continue
             block.age += 1
-            if block.age >= block.leave:
-                block.let_go()
-            if block.age and block.sources is not None:
+            block.let_go(block.age)
+            if block.age and block.sources:
                 leaving.append(ref)
             if block.age and block.age == block.back:
                 coming.append(ref)
-            if block.sources is not None or block.age < block.back:
+            if block.sources or block.age < block.back:
                 self.blocks.append(ref)
         if leaving or coming:
             output.register_hook(partial(_reached, leaving, coming[::-1]))
 
     def send(
-        self, sources: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-        """Host copies of ``sources`` in pieces, under way, and the event of their end."""
+        self, sources: list[torch.Tensor], order: list[int]
+    ) -> tuple[list[list[torch.Tensor]], list[torch.cuda.Event | None]]:
+        """Host copies of ``sources`` in pieces, under way in ``order``, and events of their end."""
         if self.stream is None:
-            return [source.clone() for source in sources], None
-        pieces = [piece for source in sources for piece in source.split(PIECE_BYTES)]
-        buffers = [self._buffer(piece.numel()) for piece in pieces]
-        (done,) = self._copy(self.stream, [list(zip(buffers, pieces, strict=True))])
-        return buffers, done
+            return [[source.clone()] for source in sources], [None] * len(sources)
+        pieces = [source.split(PIECE_BYTES) for source in sources]
+        host = [[self._buffer(piece.numel()) for piece in tensor] for tensor in pieces]
+        groups = [list(zip(host[i], pieces[i], strict=True)) for i in order]
+        ends = dict(zip(order, self._copy(self.stream, groups), strict=True))
+        return host, [ends[i] for i in range(len(sources))]
 
     def bring(
-        self, host: list[torch.Tensor], sizes: list[int]
+        self, host: list[list[torch.Tensor]], sizes: list[int]
     ) -> tuple[list[torch.Tensor], list[torch.cuda.Event | None]]:
         """Device copies of what was sent, under way, the last first, and events of arrival."""
         if self.stream is None:
-            return [buffer.clone() for buffer in host], [None] * len(host)
+            return [piece.clone() for (piece,) in host], [None] * len(host)
         # Memory of the compute stream: the copies wait for what still runs in it.
         tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
-        pieces, groups = iter(host), []
-        for tensor in tensors:
-            groups.append([(piece, next(pieces)) for piece in tensor.split(PIECE_BYTES)])
+        groups = [
+            list(zip(tensor.split(PIECE_BYTES), pieces, strict=True))
+            for tensor, pieces in zip(tensors, host, strict=True)
+        ]
         return tensors, self._copy(self.stream, groups[::-1])[::-1]
 
     def current(self) -> torch.cuda.Stream | None:

@@ -9,18 +9,30 @@ from slipstream.errors import ConfigError
 
 OFFLOAD = "offload"
 """The action that moves what all parts of a module keep to the host."""
-_TIMED = re.compile(rf"{OFFLOAD}(?::([1-9]\d*):(\d+))?")
+_TIMED = re.compile(rf"{OFFLOAD}(?::([1-9]\d*(?:,[1-9]\d*)*):(\d+))?")
 
 
-def offload_times(action: str) -> tuple[int, int] | None:
+def offload_times(action: str) -> tuple[tuple[int, ...], int] | None:
     """Layers until what is offloaded has left, and by which its return is ahead; None: it stays.
 
-    ``offload:3:2`` is (3, 2), plain ``offload`` (1, 1).
+    ``offload:3:2`` is ((3,), 2), plain ``offload`` ((1,), 1). ``offload:1,3,4:2`` is
+    ((1, 3, 4), 2): the largest tensor has left after four layers, the next after three, all smaller
+    ones after one.
     """
     if not action.startswith(OFFLOAD):
         return None
     found = _TIMED.fullmatch(action)
-    return None if found is None else (int(found[1] or 1), int(found[2] or 1))
+    if found is None:
+        return None
+    return tuple(int(leave) for leave in (found[1] or "1").split(",")), int(found[2] or 1)
+
+
+def timed_offload(leave: Sequence[int], back: int) -> str:
+    """The action that ``offload_times`` reads: an age for each tensor, from small to large."""
+    ages = list(leave)
+    while len(ages) > 1 and ages[0] == ages[1]:
+        del ages[0]
+    return f"{OFFLOAD}:{','.join(map(str, ages))}:{back}"
 
 
 def knows(action: object, allowed: Sequence[str]) -> bool:

@@ -8,6 +8,7 @@ beats in peak and time are the plans: one list for all budgets, a smaller one go
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
@@ -50,14 +51,13 @@ def hull(found: Sequence[Choice]) -> list[Choice]:
     return line
 
 
-def offloaded(unit: Unit, choice: Choice, costs: LayerCosts) -> Choice:
+def offloaded(unit: Unit, choice: Choice) -> Choice:
     """The same, with what it keeps on the host; itself where the layer cannot or nothing is."""
     mover = next((site.part for site in unit.sites if OFFLOAD in site.actions), None)
-    moved = choice.cost.kept_bytes - costs.small_bytes
-    if mover is None or moved <= 0:
+    if mover is None or not choice.cost.movable:
         return choice
     actions = tuple((p, OFFLOAD if p == mover else action) for p, action in choice.actions)
-    return replace(choice, actions=actions, moved_bytes=moved)
+    return replace(choice, actions=actions, moved=choice.cost.movable)
 
 
 def plans(units: Sequence[Unit], costs: ModelCosts) -> list[State]:
@@ -113,8 +113,7 @@ class Space:
 
     def away(self, i: int, level: int) -> Choice:
         """Layer ``i`` offloading what it keeps at ``level``."""
-        unit = self.units[i]
-        return offloaded(unit, self.corners[i][level], self.costs.layers[unit.kind])
+        return offloaded(self.units[i], self.corners[i][level])
 
     def offload(self, state: State, i: int, level: int) -> State | None:
         """Layer ``i`` offloads what it keeps at ``level``; None where it cannot."""
@@ -246,15 +245,23 @@ def _sum(chosen: Sequence[tuple[str, str]], costs: LayerCosts) -> Cost:
     kept, ms = keep.kept_bytes, keep.ms
     # Sites run one after another, so the working memory is that of the greediest.
     forward, backward = keep.forward_bytes - kept, keep.backward_bytes - kept
+    movable = Counter(keep.movable)
     for entry in chosen:
         cost = costs.actions.get(entry)
         if cost is None:  # it keeps everything
             continue
         kept += cost.kept_bytes - keep.kept_bytes
         ms += costs.paid_ms(cost)
+        movable.update(cost.movable)
+        movable.subtract(keep.movable)
         forward = max(forward, cost.forward_bytes - cost.kept_bytes)
         backward = max(backward, cost.backward_bytes - cost.kept_bytes)
     kept = max(kept, 0)
     return replace(
-        keep, kept_bytes=kept, ms=ms, forward_bytes=kept + forward, backward_bytes=kept + backward
+        keep,
+        kept_bytes=kept,
+        ms=ms,
+        forward_bytes=kept + forward,
+        backward_bytes=kept + backward,
+        movable=tuple(sorted(movable.elements())),
     )

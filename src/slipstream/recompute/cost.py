@@ -21,6 +21,8 @@ class Cost:
     """Gradients of the weights."""
     largest_grad_bytes: int
     """The largest of them."""
+    movable: tuple[int, ...] = ()
+    """Of what is kept, the sizes of what offload would move, from small to large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +33,6 @@ class LayerCosts:
     """Everything kept."""
     actions: dict[tuple[str, str], Cost]
     """By (part, action), but for ``offload``."""
-    small_bytes: int
-    """Of what is kept, what offload would leave where it is."""
 
     def saved_bytes(self, cost: Cost) -> int:
         """What one action no longer keeps."""
@@ -83,5 +83,10 @@ class Choice:
     """(part, action) of each site."""
     cost: Cost
     """What it comes to, wherever the kept tensors are."""
-    moved_bytes: int = 0
-    """Of the kept bytes, those that wait on the host."""
+    moved: tuple[int, ...] = ()
+    """Of what is kept, the sizes of what waits on the host, in the order in which it leaves."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """All of it."""
+        return sum(self.moved)

@@ -113,12 +113,11 @@ def _layer(model: nn.Module, unit: Unit, inputs: tuple[tuple, dict], meter: Mete
             with acting(model, variant):
                 found.append(meter.passes(module, *inputs))
     keep, *others = [
-        _timed(cost, found[WARMUP:]) for (cost, _), found in zip(memory, times, strict=True)
+        _timed(cost, found[WARMUP:]) for cost, found in zip(memory, times, strict=True)
     ]
     costs = LayerCosts(
         keep=keep,
         actions={(site.part, a): cost for (site, a), cost in zip(acts, others, strict=True)},
-        small_bytes=memory[0][1],
     )
     store.write(key, costs)
     return costs

@@ -39,10 +39,10 @@ class Meter:
         after = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else 0
         found.append(after - before)
 
-    def memory(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[Cost, int]:
-        """Memory of one pass of ``module``, its time left at 0; and what it keeps in small ones."""
+    def memory(self, module: nn.Module, args: tuple, kwargs: dict) -> Cost:
+        """Memory of one pass of ``module``, its time left at 0."""
         weights = trained(module)
-        kept, small, forward, backward, grads = self._memory(module, weights, args, kwargs)
+        kept, movable, forward, backward, grads = self._memory(module, weights, args, kwargs)
         return Cost(
             kept_bytes=kept,
             ms=0.0,
@@ -51,11 +51,12 @@ class Meter:
             backward_bytes=max(backward, kept + sum(grads)),
             grad_bytes=sum(grads),
             largest_grad_bytes=max(grads, default=0),
-        ), small
+            movable=tuple(sorted(movable)),
+        )
 
     def _memory(
         self, module: nn.Module, weights: list[torch.Tensor], args: tuple, kwargs: dict
-    ) -> tuple[int, int, int, int, list[int]]:
+    ) -> tuple[int, list[int], int, int, list[int]]:
         # Twice: the first time handles and workspaces are made that stay.
         for _ in range(2):
             start = self.allocated()
@@ -63,7 +64,7 @@ class Meter:
                 output = module(*args, **kwargs)
             others = [*module.parameters(), *module.buffers(), *_constants((args, kwargs))]
             kept = kept_bytes(scope, others)
-            small = kept_bytes(scope, others, counts=lambda tensor: not moves(tensor))
+            movable = [t.untyped_storage().nbytes() for t in _kept(scope, others) if moves(t)]
             scope.boxes.clear()
             outputs = differentiable(output)
             between = self.allocated() - start
@@ -72,7 +73,7 @@ class Meter:
                 grads = _gradients(outputs, [*given, *weights])
             sizes = [size_of(grad) for grad in grads[len(given) :] if grad is not None]
             del output, outputs, grads
-        return kept, small, forward[0], between + backward[0], sizes
+        return kept, movable, forward[0], between + backward[0], sizes
 
     def passes(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[float, float]:
         """Milliseconds of forward and backward of ``module``."""
@@ -122,19 +123,20 @@ def _gradients(
     return torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
 
 
-def kept_bytes(
-    scope: Scope,
-    given: Iterable[torch.Tensor],
-    counts: Callable[[torch.Tensor], bool] = lambda _: True,
-) -> int:
+def kept_bytes(scope: Scope, given: Iterable[torch.Tensor]) -> int:
     """Memory of the tensors saved within a scope, each once, without what lies in ``given``."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in _kept(scope, given))
+
+
+def _kept(scope: Scope, given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Of the tensors saved within a scope one for each memory, but for that of ``given``."""
     seen = {storage_of(t) for t in given}
-    total = 0
+    found = []
     for box in scope.boxes:
-        if box.tensor is not None and storage_of(box.tensor) not in seen and counts(box.tensor):
+        if box.tensor is not None and storage_of(box.tensor) not in seen:
             seen.add(storage_of(box.tensor))
-            total += box.tensor.untyped_storage().nbytes()
-    return total
+            found.append(box.tensor)
+    return found
 
 
 def differentiable(tree: Any) -> list[torch.Tensor]:

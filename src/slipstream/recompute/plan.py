@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.nn.site import OFFLOAD
+from slipstream.nn.site import OFFLOAD, timed_offload
 from slipstream.recompute.choose import State, least, plans
 from slipstream.recompute.cost import ModelCosts
 from slipstream.recompute.measure import measure, probe, uncompiled
@@ -324,8 +324,9 @@ def _actions(units: Sequence[Unit], state: State) -> dict[str, str]:
     for i, (unit, choice, leave, back) in enumerate(times):
         names = {site.part: site.name for site in unit.sites}
         for part, action in choice.actions:
-            timed = f"{OFFLOAD}:{leave - i}:{back - i}" if action == OFFLOAD else action
-            found[names[part]] = timed
+            if action == OFFLOAD:
+                action = timed_offload([end - i for end in leave], back - i)
+            found[names[part]] = action
     return found
 
 

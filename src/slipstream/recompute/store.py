@@ -12,7 +12,7 @@ import os
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ import slipstream
 from slipstream.hw import describe
 from slipstream.recompute.cost import Cost, LayerCosts, Link
 
-FORMAT = 2
+FORMAT = 3
 Kind = TypeVar("Kind", LayerCosts, Link)
 
 
@@ -36,10 +36,14 @@ def read(name: str, kind: type[Kind]) -> Kind | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         values = json.loads((folder() / f"{name}.json").read_text(encoding="utf-8"))
         if kind is LayerCosts:
-            actions = {(part, action): Cost(**cost) for part, action, cost in values["actions"]}
-            values |= {"keep": Cost(**values["keep"]), "actions": actions}
+            actions = {(part, action): _cost(found) for part, action, found in values["actions"]}
+            values |= {"keep": _cost(values["keep"]), "actions": actions}
         return kind(**values)
     return None
+
+
+def _cost(values: dict[str, Any]) -> Cost:
+    return Cost(**(values | {"movable": tuple(values["movable"])}))
 
 
 def write(name: str, costs: LayerCosts | Link) -> None:

@@ -7,6 +7,7 @@ starts to come back at the beginning of some layer's backward, the last that is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from slipstream.recompute.cost import Choice, ModelCosts
 
@@ -19,9 +20,9 @@ class Outcome:
     """Most memory in use."""
     ms: float
     """Its time."""
-    leave: tuple[int, ...]
-    """For each layer, at the end of which layer what it moves has left; their number: when backward
-    begins."""
+    leave: tuple[tuple[int, ...], ...]
+    """For each layer and each size it moves, at the end of which layer that has left; the number of
+    layers: when backward begins."""
     back: tuple[int, ...]
     """For each layer, at the beginning of which layer's backward that starts to come back."""
 
@@ -44,7 +45,7 @@ def outcome(costs: ModelCosts, layers: Sequence[Choice]) -> Outcome:
 def peak_bytes(
     costs: ModelCosts,
     layers: Sequence[Choice],
-    leave: Sequence[int],
+    leave: Sequence[Sequence[int]],
     back: Sequence[int],
     *,
     has_grads: bool,
@@ -56,7 +57,8 @@ def peak_bytes(
     """
     gone, due = [0] * (len(layers) + 1), [0] * len(layers)
     for i, layer in enumerate(layers):
-        gone[leave[i]] += layer.moved_bytes
+        for size, end in zip(layer.moved, leave[i], strict=True):
+            gone[end] += size
         due[back[i]] += layer.moved_bytes
     now = peak = costs.static_bytes
     for i, layer in enumerate(layers):
@@ -74,23 +76,23 @@ def peak_bytes(
     return max(peak, now + (0 if has_grads else costs.rest_grad_bytes))
 
 
-def _leave(costs: ModelCosts, layers: Sequence[Choice]) -> tuple[tuple[int, ...], float]:
+def _leave(
+    costs: ModelCosts, layers: Sequence[Choice]
+) -> tuple[tuple[tuple[int, ...], ...], float]:
     """At which ends, and for how long the start of backward has to wait."""
-    now = free = 0.0
-    ends, copied = [], []
-    for layer in layers:
-        now += layer.cost.forward_ms
-        ends.append(now)
-        if costs.link is not None and layer.moved_bytes:
-            free = max(free, now) + layer.moved_bytes / costs.link.out_bytes_per_ms
-        copied.append(free)
-    leave, j = [], 0
-    for i, end in enumerate(copied):
-        j = max(j, i + 1)
-        while j < len(ends) and ends[j] < end:
-            j += 1
-        leave.append(j)
-    return tuple(leave), max(0.0, free - now - costs.tail.ms)
+    ends = list(accumulate(layer.cost.forward_ms for layer in layers))
+    leave, free, j = [], 0.0, 0
+    for i, layer in enumerate(layers):
+        free, j = max(free, ends[i]), max(j, i + 1)
+        left = []
+        for size in layer.moved:
+            free += 0.0 if costs.link is None else size / costs.link.out_bytes_per_ms
+            while j < len(ends) and ends[j] < free:
+                j += 1
+            left.append(j)
+        leave.append(tuple(left))
+    late = max(0.0, free - ends[-1] - costs.tail.ms) if any(leave) else 0.0
+    return tuple(leave), late
 
 
 def _back(costs: ModelCosts, layers: Sequence[Choice]) -> tuple[tuple[int, ...], float]:
