@@ -114,6 +114,7 @@ def _check(case: Case) -> Outcome:
     )
     expert_TK, weight_TK, count_EJ, plain_EJ = (x.clone() for x in untouched[:4])
     state = torch.zeros(state_size(options.depth), dtype=torch.int64)
+    state[1] = case.load_E.double().max() > case.threshold * case.load_E.double().mean()
     rebalance_in_place(
         case.logits_TE, stats_2T, case.bias_E, expert_TK, weight_TK, count_EJ, plain_EJ,
         case.load_E, case.threshold, options, state,

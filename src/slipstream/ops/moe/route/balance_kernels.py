@@ -1,9 +1,9 @@
 """Load balancing after plain top-k, one launch for each mode: the rules of ``balance.py``.
 
-Every program first looks at the load and leaves when nothing is hot: then balancing costs one
-empty launch. Otherwise the programs, at most one per SM and so all resident, pass grid barriers
-between the phases; each owns a run of tokens, and some experts. Atomics only add integers or set
-bits: no result has an order.
+The kernel of plain top-k leaves in ``state`` whether anything is hot; if nothing is, every program
+ends at once, and balancing costs one empty launch. Otherwise the programs, at most one per SM and
+so all resident, pass grid barriers between the phases; each owns a run of tokens, and some experts.
+Atomics only add integers or set bits: no result has an order.
 """
 
 import triton
@@ -15,12 +15,12 @@ from slipstream.ops.moe.route.balance_steps import (
     arrive,
     capacity_of,
     grid_barrier,
-    hottest,
     keep_counts,
     report,
     strength_of,
     wait,
 )
+from slipstream.ops.moe.route.kernels import hottest
 
 SCALARS = ["T", "chunk", "length", "tiles_per_sequence", "num_tiles", "depth"]
 BLOCK_N = tl.constexpr(2048)
@@ -37,18 +37,20 @@ def balance_weight_kernel(
     ``slots`` int32: expert now and experts asked (N each), ``todo (2, T)``; ``group (4, E)`` int32:
     room, slots that ask, of even rounds, then of odd ones; ``least (E,)`` int64: the least key an
     expert keeps; ``hist (E, BINS)`` and ``offer (2, E, T)`` int32: what each is offered. ``state``
-    int64, zeros: rerouted, ticket, slots that ask in each round.
+    int64: rerouted, whether any is hot, ticket, slots that ask in each round; zeros but the second.
     """
-    hot, limit = hottest(load_ptr, threshold_ptr, S)
-    if hot == 0:
+    if tl.load(state_ptr + 1) == 0:
         return
+    E: tl.constexpr = S.E
+    BLOCK_E: tl.constexpr = S.BLOCK_E
+    _, limit = hottest(load_ptr, threshold_ptr, E, BLOCK_E)
     slots = T * S.TOP_K
     capacity = capacity_of(threshold_ptr, slots, S)
     start = tl.program_id(0) * chunk
     end = tl.minimum(start + chunk, T)
     wide = slots.to(tl.int64)
     now_ptr, asked_ptr, todo_ptr = slots_ptr, slots_ptr + wide, slots_ptr + 2 * wide
-    ticket_ptr, total_ptr = state_ptr + 1, state_ptr + 2
+    ticket_ptr, total_ptr = state_ptr + 2, state_ptr + 3
     for g in range(tl.program_id(0), S.E, tl.num_programs(0)):
         tl.store(hist_ptr + g * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
     goal = arrive(ticket_ptr, tl.zeros((), tl.int64))
@@ -172,8 +174,7 @@ def balance_causal_kernel(
     slots shed since lie after the token from which the expert is full, ``full (E,)``. ``slots``
     and ``state`` as above.
     """
-    hot, _ = hottest(load_ptr, threshold_ptr, S)
-    if hot == 0:
+    if tl.load(state_ptr + 1) == 0:
         return
     slots = T * S.TOP_K
     capacity = capacity_of(threshold_ptr, slots, S)
@@ -181,7 +182,7 @@ def balance_causal_kernel(
     end = tl.minimum(start + chunk, T)
     wide = slots.to(tl.int64)
     now_ptr, asked_ptr, todo_ptr = slots_ptr, slots_ptr + wide, slots_ptr + 2 * wide
-    ticket_ptr, total_ptr = state_ptr + 1, state_ptr + 2
+    ticket_ptr, total_ptr = state_ptr + 2, state_ptr + 3
     _hold_plain(expert_ptr, now_ptr, bits_ptr, start, end, T, S)
     goal = arrive(ticket_ptr, tl.zeros((), tl.int64))
     keep_counts(count_ptr, plain_count_ptr, num_tiles, S)

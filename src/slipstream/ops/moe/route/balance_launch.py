@@ -62,8 +62,9 @@ def spec(num_experts: int, tile_tokens: int, options: RouteOptions) -> Spec:
 
 
 def state_size(depth: int) -> int:
-    """int64 numbers of ``state``: rerouted slots, a ticket counter, proposals of each round."""
-    return 3 + depth
+    """int64 numbers of ``state``: rerouted slots, whether an expert is hot, a ticket counter,
+    proposals of each round."""
+    return 4 + depth
 
 
 def rebalance_in_place(
@@ -86,8 +87,9 @@ def rebalance_in_place(
 
     ``logits_TE`` contiguous, ``stats_2T`` its row maxima and sums. ``count_EJ`` int32: slots per
     expert and tile, where tiles of ``tile_tokens`` tokens do not cross runs of ``length`` tokens.
-    ``state``: ``state_size`` zeros; afterwards ``state[0]`` is the number of rerouted slots. If it
-    is 0 nothing changed, else ``plain_EJ`` holds the counts of plain top-k.
+    ``state``: ``state_size`` zeros, but ``state[1]`` is 1 if any expert is hot; afterwards
+    ``state[0]`` is the number of rerouted slots. If it is 0 nothing changed, else ``plain_EJ``
+    holds the counts of plain top-k.
     """
     tokens, experts = logits_TE.shape
     shape = spec(experts, tile_tokens, options)

@@ -1,4 +1,4 @@
-"""What both balance kernels share: the barrier, what is hot, the ranking of experts, the outcome.
+"""What both balance kernels share: the barrier, the ranking of experts, the outcome.
 
 ``S`` is a ``balance_launch.Spec``; what goes on to another function is first named, as Triton 3.6
 passes constants by name only. Nothing is stored where another thread may still have to load.
@@ -44,16 +44,6 @@ def wait(ticket_ptr, goal):
     while tl.atomic_add(ticket_ptr, 0, sem="acquire", scope="gpu") < goal:
         pass
     tl.debug_barrier()
-
-
-@triton.jit
-def hottest(load_ptr, threshold_ptr, S: tl.constexpr):
-    """Whether an expert is hot, and the load above which one is."""
-    e = tl.arange(0, S.BLOCK_E)
-    load_E = tl.load(load_ptr + e, mask=e < S.E, other=0).to(tl.float64)
-    limit = tl.load(threshold_ptr).to(tl.float64) * (tl.sum(load_E, axis=0) / S.E)
-    hot = tl.max(((load_E > limit) & (e < S.E)).to(tl.int32), axis=0)
-    return hot > 0, limit
 
 
 @triton.jit

@@ -139,10 +139,31 @@ def tile_of(T, length, tiles_per_sequence, TILE_T: tl.constexpr):
     return tile, start, tl.minimum(start + TILE_T, (sequence + 1) * length)
 
 
+@triton.jit
+def hottest(load_ptr, threshold_ptr, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """1 if an expert is hot, else 0, and the load above which one is."""
+    e = tl.arange(0, BLOCK_E)
+    load_E = tl.load(load_ptr + e, mask=e < E, other=0).to(tl.float64)
+    limit = tl.load(threshold_ptr).to(tl.float64) * (tl.sum(load_E, axis=0) / E)
+    hot = tl.max(((load_E > limit) & (e < E)).to(tl.int32), axis=0)
+    return hot, limit
+
+
+@triton.jit
+def _begin_balance(
+    state_ptr, load_ptr, threshold_ptr, tile, state_size, E: tl.constexpr, BLOCK_E: tl.constexpr
+):  # fmt: skip
+    """Looked at here, beside all other work, so that balancing begins with a single load."""
+    if tile == 0:
+        hot, _ = hottest(load_ptr, threshold_ptr, E, BLOCK_E)
+        for i in range(state_size):
+            tl.store(state_ptr + i, tl.where(i == 1, hot, 0))
+
+
 @triton.jit(do_not_specialize=["T", "length", "tiles_per_sequence", "num_tiles", "state_size"])
 def moe_choose_kernel(
-    logits_ptr, bias_ptr, weight_ptr, expert_ptr, state_ptr, stats_ptr, count_ptr, prob_ptr,
-    square_ptr, T, length, tiles_per_sequence, num_tiles, state_size, scale,
+    logits_ptr, bias_ptr, load_ptr, threshold_ptr, weight_ptr, expert_ptr, state_ptr, stats_ptr,
+    count_ptr, prob_ptr, square_ptr, T, length, tiles_per_sequence, num_tiles, state_size, scale,
     E: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUP_TOP: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr,
     TILE_T: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -150,13 +171,12 @@ def moe_choose_kernel(
 ):  # fmt: skip
     """Top-k, weights, and per tile: slots and summed shares of score per expert, squared lse.
 
-    ``state_ptr``: numbers to zero for load balancing, or None; ``prob_ptr`` None: no balance loss.
+    ``state_ptr``: numbers for load balancing, zeros but for the second, whether any expert is hot;
+    None: there is none. ``prob_ptr`` None: no balance loss.
     """
     tile, start, end = tile_of(T, length, tiles_per_sequence, TILE_T)
     if state_ptr is not None:
-        own = tl.where(tile == 0, state_size, 0)
-        for i in range(own):
-            tl.store(state_ptr + i, 0)
+        _begin_balance(state_ptr, load_ptr, threshold_ptr, tile, state_size, E, BLOCK_E)
     e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     count_E = tl.zeros((BLOCK_E,), tl.int32)
     prob_E = tl.zeros((BLOCK_E,), tl.float32)

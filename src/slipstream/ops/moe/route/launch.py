@@ -98,7 +98,8 @@ def route_launch(
     tiles = tiling(tokens, options.top_k, sequences)
     balances = load_E is not None and threshold is not None and tokens > 0
     expert_TK = logits_TE.new_empty((tokens, options.top_k), dtype=torch.int64)
-    choice = _choose(logits_TE, bias_E, expert_TK, balances, options, tiles)
+    load = (load_E, threshold) if balances else None
+    choice = _choose(logits_TE, bias_E, expert_TK, load, options, tiles)
     plain_EJ, state = None, choice.state
     if load_E is not None and threshold is not None and state is not None:
         plain_EJ = torch.empty_like(choice.count_EJ)
@@ -209,10 +210,11 @@ def _choose(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
     expert_TK: torch.Tensor,
-    balances: bool,
+    load: tuple[torch.Tensor | None, ...] | None,
     options: RouteOptions,
     tiles: Tiling,
 ) -> Choice:
+    """``load``: load_E and threshold where load is balanced."""
     tokens, experts = logits_TE.shape
     floats = {"dtype": torch.float32}
     wants_prob = options.aux != "none"
@@ -221,7 +223,7 @@ def _choose(
         weight_TK=logits_TE.new_empty(expert_TK.shape, **floats),
         stats_2T=logits_TE.new_empty((2, tokens), **floats),
         count_EJ=logits_TE.new_empty((experts, tiles.count), dtype=torch.int32),
-        state=logits_TE.new_empty(size, dtype=torch.int64) if balances else None,
+        state=logits_TE.new_empty(size, dtype=torch.int64) if load else None,
         prob_EJ=logits_TE.new_empty((experts, tiles.count), **floats) if wants_prob else None,
         square_J=logits_TE.new_empty(tiles.count, **floats),
     )
@@ -233,6 +235,7 @@ def _choose(
         (tiles.count,),
         logits_TE,
         bias_E,
+        *(load or (None, None)),
         choice.weight_TK,
         expert_TK,
         choice.state,
