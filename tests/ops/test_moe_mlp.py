@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from slipstream.errors import ShapeError
 from slipstream.ops import dispatch
 from slipstream.ops.moe import Routing, combine, experts, moe_mlp, route
+from slipstream.ops.moe.experts import passes
 from slipstream.verify import routings
 from slipstream.verify.routings import eager_combine, eager_experts
 from tests.budget import Results, assert_budget, results
@@ -178,6 +179,26 @@ def test_zero_tokens(implementation, dtype, width, poisoned):
     assert found["output 0"].shape == (0, width)
     for name, tensor in inputs.items():
         assert torch.equal(found[f"gradient of {name}"], torch.zeros_like(tensor)), name
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_columns_one_part_after_another_are_the_same_bits(monkeypatch, transposed):
+    shape = Shape(T=5, D=1032, E=2, K=2)
+    run, drawn = _run("triton", _sized("random", shape)), _draw(shape, bias=True)
+    if transposed:
+        drawn["w2"] = drawn["w2"].mT.contiguous().mT
+    whole, widths = run(**drawn), []
+    plain = passes.launch.rows
+
+    def rows(x: torch.Tensor, weight_EOI: torch.Tensor, *rest) -> torch.Tensor:
+        widths.append(weight_EOI.shape[1])
+        return plain(x, weight_EOI, *rest)
+
+    monkeypatch.setattr(passes.launch, "rows", rows)
+    monkeypatch.setattr(passes, "MOST_ROW_BYTES", 1)
+    assert torch.equal(run(**drawn), whole)
+    assert len(widths) > 4
+    assert sum(widths) == shape.D
 
 
 @pytest.mark.parametrize("implementation", fast(OP))

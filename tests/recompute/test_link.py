@@ -113,7 +113,7 @@ def test_what_is_needed_first_comes_back_first(
     assert len(arrived) == 3
 
 
-def test_rates_are_those_of_the_slowest_copies(
+def test_rates_are_a_little_less_than_those_of_the_slowest_copies(
     streams: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter = Meter(torch.device("cpu"))
@@ -128,7 +128,7 @@ def test_rates_are_those_of_the_slowest_copies(
     monkeypatch.setattr(meter, "time", timed)
     found = link.measure_link(meter, lambda: ran.append(1))
     # One copy takes 1 ms (two take 2), so ten go beside 10 ms of work, and then take 2 ms.
-    assert found.out_bytes_per_ms == found.back_bytes_per_ms == 10 * 100 / 2
+    assert found.out_bytes_per_ms == found.back_bytes_per_ms == 0.95 * 10 * 100 / 2
     assert found.slowdown_ms_per_byte == pytest.approx(0.5 / (10 * 100))
     assert len(ran) == 2 * (1 + 2 * link.REPEATS)
 

@@ -24,7 +24,7 @@ from slipstream.recompute.link import host_bytes, measure_link
 from slipstream.recompute.meter import Meter, differentiable, kept_bytes, size_of, trained
 from slipstream.recompute.sites import Unit, acting, describe, keeping
 
-WARMUP, REPEATS = 1, 5
+WARMUP, REPEATS = 1, 12
 Run = Callable[[], torch.Tensor]
 """A forward pass of the whole model; returns what backward starts from."""
 

@@ -19,7 +19,7 @@ from slipstream.recompute.choose import State, least, plans
 from slipstream.recompute.cost import ModelCosts
 from slipstream.recompute.measure import measure, probe, uncompiled
 from slipstream.recompute.meter import Meter, differentiable
-from slipstream.recompute.refine import between
+from slipstream.recompute.refine import Search
 from slipstream.recompute.sites import (
     Unit,
     acting,
@@ -152,8 +152,8 @@ def plan(
         found = _with_grads(units, found)
     states = plans(units, found)
     fits = _Fit(units, alone, found, states, source)
-    count, shift = fits.search(budget_gib)
-    return _plan(units, found, states, count, shift, budget_gib)
+    state, shift = fits.search(budget_gib)
+    return _plan(units, found, states, state, shift, budget_gib)
 
 
 def fixed(model: nn.Module, mode: str) -> Plan:
@@ -193,7 +193,7 @@ def _with_grads(units: Sequence[Unit], costs: ModelCosts) -> ModelCosts:
 
 
 class _Fit:
-    """Finds how far along the walk a budget makes one go, with the help of measured peaks."""
+    """Finds the plan for a budget, with the help of measured peaks."""
 
     def __init__(
         self,
@@ -203,28 +203,31 @@ class _Fit:
         states: list[State],
         source: Costs,
     ) -> None:
-        """``alone``: costs of a single pass, as it is measured. ``states`` become more."""
-        self.units, self.alone, self.costs = units, alone, costs
+        """``alone``: costs of a single pass, as it is measured."""
+        self.units, self.alone = units, alone
         self.states, self.source = states, source
         self.least = least(units, costs)
-        self.filled: set[State] = set()
+        self.plans = Search(units, costs, states)
 
-    def search(self, budget_gib: float) -> tuple[int, int]:
-        """The place in the walk, and the bytes by which its peak exceeds the predicted one.
+    def search(self, budget_gib: float) -> tuple[State, int]:
+        """The state, and the bytes by which its peak exceeds the predicted one.
 
         Where to begin depends on one measurement that is the same for every budget; from there on
-        the first plan that fits is taken. So less budget never means fewer steps.
+        the first plan that fits is taken. So less budget never means a larger peak.
         """
         shift = self._shift(self._reference(budget_gib), plain=True)
         if shift is None:
-            return self._unmeasured(budget_gib), 0
-        count = -1
+            found = self.plans.best(budget_gib * GIB)
+            if found is None:
+                raise self._too_small(budget_gib, 0)
+            return found, 0
+        state = None
         while True:
-            count = self._begin(budget_gib, shift, after=count)
-            here = self._shift(self.states[count], plain=False)
+            state = self._next(budget_gib, shift, state)
+            here = self._shift(state, plain=False)
             assert here is not None
-            if self.states[count].outcome.peak_bytes + here <= budget_gib * GIB:
-                return count, here
+            if state.outcome.peak_bytes + here <= budget_gib * GIB:
+                return state, here
             shift = here
 
     def _reference(self, budget_gib: float) -> State:
@@ -232,29 +235,16 @@ class _Fit:
         enough = self.least.outcome.peak_bytes <= budget_gib * GIB
         return self.least if enough else self.states[-1]
 
-    def _unmeasured(self, budget_gib: float) -> int:
-        """The place where nothing corrects the prediction."""
-        if self.states[-1].outcome.peak_bytes > budget_gib * GIB:
-            raise self._too_small(budget_gib, 0)
-        return self._begin(budget_gib, 0)
-
-    def _begin(self, budget_gib: float, shift: int, after: int = -1) -> int:
-        limit = budget_gib * GIB - shift
-        for count, state in enumerate(self.states):
-            if count > after and state.outcome.peak_bytes <= limit:
-                break
-        else:
-            # The shift is that of another plan: only the last one's own tells that none fits.
-            if after < len(self.states) - 1:
-                return len(self.states) - 1
-            raise self._too_small(budget_gib, shift)
-        state = self.states[count]
-        if count == 0 or state in self.filled:
-            return count
-        more = between(self.units, self.costs, self.states[count - 1], state)
-        self.filled.update((state, *more))
-        self.states[count:count] = more
-        return self._begin(budget_gib, shift, after)
+    def _next(self, budget_gib: float, shift: int, tried: State | None) -> State:
+        """The plan to try, after one whose peak was too large."""
+        below = math.inf if tried is None else tried.outcome.peak_bytes
+        found = self.plans.best(budget_gib * GIB - shift, below)
+        if found is not None:
+            return found
+        # The shift is that of another plan: only the last one's own tells that none fits.
+        if self.states[-1].outcome.peak_bytes < below:
+            return self.states[-1]
+        raise self._too_small(budget_gib, shift)
 
     def _shift(self, state: State, *, plain: bool) -> int | None:
         measured = self.source.probe(_actions(self.units, state), plain=plain)
@@ -276,17 +266,17 @@ def _plan(
     units: Sequence[Unit],
     costs: ModelCosts,
     states: Sequence[State],
-    count: int,
+    state: State,
     shift: int,
     budget_gib: float,
 ) -> Plan:
     first, last = (states[i].outcome.peak_bytes for i in (0, -1))
-    paid = states[count].outcome.ms - states[0].outcome.ms
+    paid = state.outcome.ms - states[0].outcome.ms
     return Plan(
-        actions=_actions(units, states[count]),
-        rows=tuple(_rows(units, states[count], costs, paid)),
+        actions=_actions(units, state),
+        rows=tuple(_rows(units, state, costs, paid)),
         budget_gib=budget_gib,
-        predicted_gib=(states[count].outcome.peak_bytes + shift) / GIB,
+        predicted_gib=(state.outcome.peak_bytes + shift) / GIB,
         unconstrained_gib=(first + shift) / GIB,
         minimum_gib=(last + shift) / GIB,
         ms_paid=paid,

@@ -10,18 +10,19 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["num_tokens"])
 def moe_gather_sum_kernel(
     rows_ptr, weight_ptr, position_ptr, offsets_ptr, shared_ptr, residual_ptr, out_ptr, num_tokens,
-    E: tl.constexpr, TOP_K: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, TOP_K: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum_k weight[t, k] * rows[position[t, k]] + shared[t] + residual[t]``.
 
     Summed in fp32, k ascending; slots of no expert are left out. ``weight_ptr`` None: ones.
+    ``STRIDE``: between tokens of ``out``, ``shared`` and ``residual``.
     """
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     valid = tokens < num_tokens
     inside = valid[:, None] & (columns < D)[None, :]
-    at_token = tokens[:, None] * D + columns[None, :]
+    at_token = tokens[:, None] * STRIDE + columns[None, :]
     present = tl.load(offsets_ptr + E).to(tl.int64)
     acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for k in tl.range(0, TOP_K, loop_unroll_factor=TOP_K if TOP_K <= 8 else 8):

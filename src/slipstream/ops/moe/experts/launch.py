@@ -351,16 +351,23 @@ def gather_sum(
     shared_TD: torch.Tensor | None,
     residual_TD: torch.Tensor | None,
     layout: Layout,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The (weighted) sum of the rows of each token, plus what else is given, (T, D)."""
+    """The (weighted) sum of the rows of each token, plus what else is given, (T, D).
+
+    ``out``, ``shared`` and ``residual`` may be the same columns of wider matrices.
+    """
     tokens, width = layout.num_rows // layout.top_k, rows_ND.shape[1]
-    out = rows_ND.new_empty(tokens, width)
+    if out is None:
+        out = rows_ND.new_empty(tokens, width)
+        shared_TD, residual_TD = _contiguous(shared_TD), _contiguous(residual_TD)
     block, together = min(MAX_POINTWISE, next_power_of_2(width)), _together(rows_ND)
     launch(
         moe_gather_sum_kernel, (cdiv(tokens, together), cdiv(width, block)),
-        rows_ND, weight_TK, layout.position_N, layout.offsets_E1,
-        _contiguous(shared_TD), _contiguous(residual_TD), out, tokens,
-        E=layout.num_experts, TOP_K=layout.top_k, D=width, BLOCK_T=together, BLOCK_D=block,
+        rows_ND, weight_TK, layout.position_N, layout.offsets_E1, shared_TD, residual_TD, out,
+        tokens,
+        E=layout.num_experts, TOP_K=layout.top_k, D=width, STRIDE=out.stride(0),
+        BLOCK_T=together, BLOCK_D=block,
         num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return out

@@ -11,6 +11,8 @@ from slipstream.ops.moe.experts.launch import Layout
 from slipstream.ops.moe.experts.options import ExpertsOptions
 
 SUM_PARTS = 8
+MOST_ROW_BYTES = 1 << 31
+"""Of the rows that experts put out, K for each token, in memory at once."""
 
 
 def layout_of(
@@ -53,11 +55,39 @@ def forward(
         x_TD, w13_EPD, b13_EP, layout, options, tiles["up"], want_h=keep_h, want_a=True
     )
     assert a_NF is not None
-    out = launch.rows(a_NF, w2_EDF, b2_ED, layout, tiles["down"])
-    if weight_TK is not None:
-        weight_TK = weight_TK.contiguous()
-        out = launch.gather_sum(out, weight_TK, shared_TD, residual_TD, layout)
+    if weight_TK is None:
+        out = launch.rows(a_NF, w2_EDF, b2_ED, layout, tiles["down"])
+    else:
+        out = _combined(
+            a_NF, w2_EDF, b2_ED, weight_TK.contiguous(), shared_TD, residual_TD, layout,
+            tiles["down"],
+        )  # fmt: skip
     return out, x_TD.new_empty(0) if h_NP is None else h_NP
+
+
+def _combined(
+    a_NF: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    b2_ED: torch.Tensor | None,
+    weight_TK: torch.Tensor,
+    shared_TD: torch.Tensor | None,
+    residual_TD: torch.Tensor | None,
+    layout: Layout,
+    tile: tuned.Tile,
+) -> torch.Tensor:
+    """Down and combine, so many columns at once that their rows fit ``MOST_ROW_BYTES``."""
+    width, size = w2_EDF.shape[1], layout.num_rows * a_NF.element_size()
+    out = a_NF.new_empty(layout.num_rows // layout.top_k, width)
+    beside = [None if t is None else t.contiguous() for t in (shared_TD, residual_TD)]
+    step = max(1, MOST_ROW_BYTES // max(1, size) // tile.block_n) * tile.block_n
+    for first in range(0, width, step):
+        at = slice(first, first + step)
+        bias = None if b2_ED is None else b2_ED[:, at]
+        rows = launch.rows(a_NF, w2_EDF[:, at], bias, layout, tile)
+        shared, residual = (None if t is None else t[:, at] for t in beside)
+        launch.gather_sum(rows, weight_TK, shared, residual, layout, out[:, at])
+        del rows  # before the next ones are made
+    return out
 
 
 def backward(
