@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,24 @@ def test_measured_bytes_are_those_a_step_keeps(shape: str) -> None:
     assert costs.static_bytes == sum(
         t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())
     )
+
+
+def test_noise_makes_keeping_everything_no_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("moe")
+    (unit, *_), meter = find_units(model), Meter(torch.device("cpu"))
+    variants = 1 + sum(len(site.actions) - 1 for site in unit.sites if site.part)
+    calls = count()
+    # The first variant keeps everything, and each is a little faster than the one before it.
+    monkeypatch.setattr(
+        Meter, "passes", lambda *_: (1.0, 9.0 - (next(calls) % variants) / variants)
+    )
+    costs = measure(model, find_units(model), lambda: model(*sample()).loss[0], meter)
+    (layer,) = costs.layers.values()
+    assert len(layer.actions) == variants - 1
+    assert layer.keep.ms == min(cost.ms for cost in layer.actions.values()) == 9.0 + 1 / variants
+    assert min(layer.paid_ms(cost) for cost in layer.actions.values()) == 0
 
 
 def test_planning_leaves_the_model_as_it_was() -> None:

@@ -116,7 +116,8 @@ def _layer(model: nn.Module, unit: Unit, inputs: tuple[tuple, dict], meter: Mete
         _timed(cost, found[WARMUP:]) for cost, found in zip(memory, times, strict=True)
     ]
     costs = LayerCosts(
-        keep=keep,
+        # To give something up takes time: all the rest is noise, which cheap actions are lost in.
+        keep=replace(keep, ms=min(cost.ms for cost in (keep, *others))),
         actions={(site.part, a): cost for (site, a), cost in zip(acts, others, strict=True)},
     )
     store.write(key, costs)

@@ -151,10 +151,10 @@ def hottest(load_ptr, threshold_ptr, E: tl.constexpr, BLOCK_E: tl.constexpr):
 
 @triton.jit
 def _begin_balance(
-    state_ptr, load_ptr, threshold_ptr, tile, state_size, E: tl.constexpr, BLOCK_E: tl.constexpr
+    state_ptr, load_ptr, threshold_ptr, state_size, E: tl.constexpr, BLOCK_E: tl.constexpr
 ):  # fmt: skip
     """Looked at here, beside all other work, so that balancing begins with a single load."""
-    if tile == 0:
+    if state_ptr is not None:
         hot, _ = hottest(load_ptr, threshold_ptr, E, BLOCK_E)
         for i in range(state_size):
             tl.store(state_ptr + i, tl.where(i == 1, hot, 0))
@@ -172,11 +172,13 @@ def moe_choose_kernel(
     """Top-k, weights, and per tile: slots and summed shares of score per expert, squared lse.
 
     ``state_ptr``: numbers for load balancing, zeros but for the second, whether any expert is hot;
-    None: there is none. ``prob_ptr`` None: no balance loss.
+    one more program than there are tiles writes them. None: there is none. ``prob_ptr`` None: no
+    balance loss.
     """
     tile, start, end = tile_of(T, length, tiles_per_sequence, TILE_T)
-    if state_ptr is not None:
-        _begin_balance(state_ptr, load_ptr, threshold_ptr, tile, state_size, E, BLOCK_E)
+    if tile == num_tiles:
+        _begin_balance(state_ptr, load_ptr, threshold_ptr, state_size, E, BLOCK_E)
+        return
     e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     count_E = tl.zeros((BLOCK_E,), tl.int32)
     prob_E = tl.zeros((BLOCK_E,), tl.float32)

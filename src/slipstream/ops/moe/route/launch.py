@@ -232,7 +232,7 @@ def _choose(
     block_e = _block(experts)
     launch(
         kernels.moe_choose_kernel,
-        (tiles.count,),
+        (tiles.count + (load is not None),),
         logits_TE,
         bias_E,
         *(load or (None, None)),
