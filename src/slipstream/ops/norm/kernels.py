@@ -110,9 +110,9 @@ def norm_fwd_kernel(
     """``y = norm(s)``; ``s`` where ``s_ptr`` is given; ``1 / sqrt(..)`` and mean of each row."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     columns = tl.arange(0, BLOCK_D)
-    # Registers for weight and bias would cost an activation programs that run at a time, and with
-    # them more than the wait for what is in the L1 cache.
-    LATE: tl.constexpr = STAGES == 1 and ACTIVATION is not None
+    # Registers for weight and bias would cost an activation, or a mean and a bias, programs that
+    # run at a time, and with them more than the wait for what is in the L1 cache.
+    LATE: tl.constexpr = STAGES == 1 and (ACTIVATION is not None or LAYER)
     if not LATE:
         weight, bias = load_affine(weight_ptr, bias_ptr, columns, offset, DTYPE, D, LLAMA)
     blocks = tl.cdiv(num_rows, BLOCK_T)
