@@ -21,8 +21,8 @@ LOOK = 3
 """Cells that are searched for a budget."""
 TARGETS, TRIES = 2, 1500
 """Peaks to aim at in a cell, and states to look at for each."""
-PRICE, HEAT = 6.0, 1 / 16
-"""Of a byte above the target, over the mean price; and at first, of all that can be paid."""
+PRICE, HEAT = 6.0, 0.3
+"""Of a byte above the target, over the mean price; and at first, of the most a layer can pay."""
 
 
 class Search:
@@ -80,9 +80,9 @@ class Search:
         def energy(state: State) -> float:
             return state.outcome.ms + rate * max(0.0, _peak(state) - limit)
 
-        now = start
+        now, hottest = start, HEAT * self.range_ms / len(start.choices)
         for i in range(TRIES):
-            heat = HEAT * self.range_ms * (1 - i / TRIES)
+            heat = hottest * (1 - i / TRIES)
             new = self._neighbour(now, draw)
             more = energy(new) - energy(now)
             if more <= 0 or draw.random() < math.exp(-more / heat):
