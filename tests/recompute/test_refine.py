@@ -73,6 +73,8 @@ def test_a_smaller_budget_never_has_the_larger_peak(
             assert (state is None) == (limit < low)
             if state is not None:
                 assert state.outcome.peak_bytes <= limit
+                walked = next(s for s in line if s.outcome.peak_bytes <= limit)
+                assert state.outcome.ms <= walked.outcome.ms
                 found.append(state.outcome.peak_bytes)
                 again = search.best(limit, below=state.outcome.peak_bytes)
                 assert again is None or again.outcome.peak_bytes < state.outcome.peak_bytes

@@ -169,6 +169,8 @@ class _Away:
             del self.sources[i]
 
     def _bring(self) -> None:
+        for i in self.here:  # not read by a pass that ended early
+            self.lane.wait(self.arrived[i], self.stream)
         self.stream, self.left = self.lane.current(), list(self.readers)
         # What has not left need not come.
         self.here, self.sources, self.arrived = self.sources, {}, list(self.sent)

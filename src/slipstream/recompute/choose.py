@@ -117,11 +117,14 @@ class Space:
 
     def offload(self, state: State, i: int, level: int) -> State | None:
         """Layer ``i`` offloads what it keeps at ``level``; None where it cannot."""
-        # The last layer's tensors are needed before they could have left.
-        if self.costs.link is None or i == len(self.units) - 1:
+        if not self.may_offload(i):
             return None
         found = self.change(state, i, level, moved=True)
-        return found if found.choices[i].moved_bytes and self._has_room(found) else None
+        return found if found.choices[i].moved_bytes and self.has_room(found) else None
+
+    def may_offload(self, i: int) -> bool:
+        """Whether layer ``i`` may: the last one's are needed before they could have left."""
+        return self.costs.link is not None and i < len(self.units) - 1
 
     def undo(self, above: State, state: State) -> Iterator[State]:
         """``state`` with less and less given up, as long as the peak is less than ``above``'s."""
@@ -137,13 +140,14 @@ class Space:
                 if level
             ]
             peak = above.outcome.peak_bytes
-            fitting = [s for s in found if s.outcome.peak_bytes < peak and self._has_room(s)]
+            fitting = [s for s in found if s.outcome.peak_bytes < peak and self.has_room(s)]
             if not fitting:
                 return
             state = min(fitting, key=lambda s: s.outcome.ms)
             yield state
 
-    def _has_room(self, state: State) -> bool:
+    def has_room(self, state: State) -> bool:
+        """Whether the host has room for all that is moved."""
         return sum(choice.moved_bytes for choice in state.choices) <= self.costs.host_bytes
 
 

@@ -3,8 +3,9 @@
 The walks take good next steps, each as large as a layer's tensors. Which mixture of steps loses
 least is a knapsack in which the layers' places count as well; annealing finds good ones. It runs in
 cells of equal width on the scale of peaks, from fixed seeds, so that what lies in a cell does not
-depend on the budget. The plan is the fastest in the budget's cell and the two below it that the
-budget allows; so of two budgets the smaller never has the larger peak.
+depend on the budget; kept is what is faster than the list at that peak. The plan is the fastest
+that the budget allows in the first cell that has one and the two after it; so of two budgets the
+smaller never has the larger peak.
 """
 
 import math
@@ -66,10 +67,15 @@ class Search:
                 state
                 for i in range(TARGETS if index < CELLS else 0)
                 for state in self._anneal(start, high - i * self.width / TARGETS, draw)
-                if low < _peak(state) <= high
+                if low < _peak(state) <= high and self._is_gain(state)
             ]
             self.cells[index] = known + met
         return self.cells[index]
+
+    def _is_gain(self, state: State) -> bool:
+        """Whether it is faster than all of the list that need no more memory."""
+        walked = next((x for x in self.states if _peak(x) <= _peak(state)), None)
+        return walked is None or state.outcome.ms < walked.outcome.ms
 
     def _anneal(self, start: State, limit: float, draw: random.Random) -> Iterator[State]:
         """Every state accepted on the way to the least time with a peak of at most ``limit``."""
@@ -91,19 +97,20 @@ class Search:
 
     def _neighbour(self, state: State, draw: random.Random) -> State:
         """One or two layers do a little more or less, or move what they keep, or do not."""
-        space = self.space
+        layers = list(zip(state.levels, state.choices, strict=True))
         for _ in range(draw.choice((1, 2))):
-            i = draw.randrange(len(state.choices))
-            level, moved = state.levels[i], bool(state.choices[i].moved_bytes)
+            i = draw.randrange(len(layers))
+            level, moved = layers[i][0], bool(layers[i][1].moved)
             if draw.random() < 0.6:
-                level = min(len(space.corners[i]) - 1, max(0, level + draw.choice((-1, 1))))
+                steps = len(self.space.corners[i]) - 1
+                level = min(steps, max(0, level + draw.choice((-1, 1))))
             else:
                 moved = not moved
-            new = space.offload(state, i, level) if moved else None
-            if not moved:
-                new = space.change(state, i, level, moved=False)
-            state = state if new is None else new
-        return state
+            choice = self.space.away(i, level) if moved else self.space.corners[i][level]
+            if not moved or (choice.moved and self.space.may_offload(i)):
+                layers[i] = level, choice
+        new = self.space.state(layers)
+        return new if self.space.has_room(new) else state
 
 
 def _peak(state: State) -> int:
