@@ -113,6 +113,35 @@ def test_what_is_needed_first_comes_back_first(
     assert len(arrived) == 3
 
 
+def test_what_an_early_end_left_unread_is_waited_for(
+    streams: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived: list[list[int]] = []
+    lane = offload._lanes[torch.device("cpu")]
+    plain = lane.bring
+
+    def bring(host: list[list[torch.Tensor]], sizes: list[int]) -> Any:
+        tensors, events = plain(host, sizes)
+        arrived.append([event.number for event in events])
+        return tensors, events
+
+    monkeypatch.setattr(lane, "bring", bring)
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+    x = torch.randn(9, 7, dtype=torch.float64, requires_grad=True)
+    y, z = around(nn.Identity(), "offload:1:1", lambda: ((x * 1).sin(), (x * 2).cos()))
+    around(nn.Identity(), "keep", partial(torch.sin, y))
+    for _ in range(2):
+        (found,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert torch.equal(found, x.detach().cos())
+    first, second = arrived
+    # The second pass found the one it needs read, and let go of the other one's first copy.
+    waited = {entry for entry in streams if entry.startswith("compute waits for event")}
+    assert {f"compute waits for event {number}" for number in first} <= waited
+    assert len(first) == len(second) == 2
+    (found,) = torch.autograd.grad(z.sum(), x)
+    assert torch.equal(found, -2 * (2 * x.detach()).sin())
+
+
 def test_rates_are_a_little_less_than_those_of_the_slowest_copies(
     streams: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
