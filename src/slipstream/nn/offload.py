@@ -51,10 +51,10 @@ def around(module: nn.Module, action: str, run: Callable[[], Any]) -> Any:
 class Offload(Scope):
     """Moves saved tensors to the host when the block ends.
 
-    ``leave``: layers after this one until their memory is free: of the largest last, all of which
-    there is no number for like the first. ``back``: layers before this one, in backward, at which
-    they start to come back; 0: when they are needed. Weights stay, and whatever lies in memory of
-    ``MIN_BYTES`` or less.
+    ``leave``: layers after this one until their memory is free, the last number for the largest,
+    the one before it for the next, the first for all others. ``back``: layers before this one, in
+    backward, at which they start to come back; 0: when they are needed. Weights stay, and whatever
+    lies in memory of ``MIN_BYTES`` or less.
     """
 
     def __init__(self, module: nn.Module, leave: Sequence[int] = (1,), back: int = 1) -> None:

@@ -104,16 +104,14 @@ class Space:
 
     def change(self, state: State, i: int, level: int, *, moved: bool) -> State:
         """Another level of layer ``i``, with what it keeps on the host or here."""
-        choice = self.corners[i][level]
-        if moved:
-            choice = self.away(i, level)
         layers = list(zip(state.levels, state.choices, strict=True))
-        layers[i] = level, choice
+        layers[i] = level, self.choice(i, level, moved=moved)
         return self.state(layers)
 
-    def away(self, i: int, level: int) -> Choice:
-        """Layer ``i`` offloading what it keeps at ``level``."""
-        return offloaded(self.units[i], self.corners[i][level])
+    def choice(self, i: int, level: int, *, moved: bool) -> Choice:
+        """Layer ``i`` at ``level``, with what it keeps on the host, if it has any, or here."""
+        here = self.corners[i][level]
+        return offloaded(self.units[i], here) if moved else here
 
     def offload(self, state: State, i: int, level: int) -> State | None:
         """Layer ``i`` offloads what it keeps at ``level``; None where it cannot."""
@@ -209,7 +207,8 @@ class _Walk:
         """The cheapest per byte: at what it does now, or first making more of it again."""
         space, now = self.space, self.now
         here = (i for i, choice in enumerate(now.choices) if not choice.moved_bytes)
-        i = next((i for i in here if space.away(i, now.levels[i]).moved_bytes), None)
+        with_some = (i for i in here if space.choice(i, now.levels[i], moved=True).moved_bytes)
+        i = next(with_some, None)
         if i is None:
             return None
         found = [space.offload(now, i, j) for j in range(now.levels[i], len(space.corners[i]))]

@@ -49,8 +49,9 @@ class Search:
         known = able(self.states)
         if not known or known[0] is self.states[0] or self.width <= 0:
             return next(iter(known), None)
-        # One cell higher, as boundaries are rounded.
-        index = max(0, int((self.top - min(limit, self.top)) / self.width) - 1)
+        index = int((self.top - min(limit, self.top)) / self.width)
+        if index and self.top - index * self.width < limit:  # boundaries are rounded
+            index -= 1
         while not able(self._cell(index)):
             index += 1
         near = able([state for i in range(LOOK) for state in self._cell(index + i)])
@@ -106,7 +107,7 @@ class Search:
                 level = min(steps, max(0, level + draw.choice((-1, 1))))
             else:
                 moved = not moved
-            choice = self.space.away(i, level) if moved else self.space.corners[i][level]
+            choice = self.space.choice(i, level, moved=moved)
             if not moved or (choice.moved and self.space.may_offload(i)):
                 layers[i] = level, choice
         new = self.space.state(layers)
