@@ -133,9 +133,7 @@ def test_blocks_leave_and_come_back_when_told(events: list[str]) -> None:
     ]  # fmt: skip
 
 
-def test_parts_of_a_block_leave_when_told(
-    events: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_a_block_leave_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "MIN_BYTES", 0)
     left: list[list[int]] = []
     plain = offload._Lane.passed
